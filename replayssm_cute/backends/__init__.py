@@ -1,0 +1,1 @@
+"""Adapters between the dispatcher and the kernels, one file a backend."""

@@ -1,0 +1,180 @@
+"""Which backend serves a problem: decided once per problem and batch, never per step.
+
+Order of preference: CuTe DSL on compute capability 10.0 and 10.3; on 9.0 whichever of CuTe and
+Triton the registry has measured as faster, else Triton; Triton on every other GPU; PyTorch
+without a GPU. A backend chosen this way that fails falls through to the next one with one
+warning; a backend asked for by name raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from replayssm_cute import arch as archs
+from replayssm_cute.arch import Arch
+from replayssm_cute.errors import ArgumentError, ReplayError, UnsupportedError
+from replayssm_cute.registry import tuned
+from replayssm_cute.types import Mamba2Problem, Support
+
+log = logging.getLogger("replayssm_cute")
+
+BACKENDS = ("cute", "triton", "torch")
+OP = "mamba2_decode"
+
+#: Calls served, keyed by (op, backend). Replays of a captured graph do not count: no host code runs.
+served: Counter[tuple[str, str]] = Counter()
+
+
+class Backend(Protocol):
+    """What a module of ``replayssm_cute.backends`` offers."""
+
+    #: The prepared launch checks dtypes, shapes, strides and alignment itself, on every call.
+    SELF_CHECKING: bool
+
+    def supports(self, problem: Mamba2Problem, arch: Arch) -> Support: ...
+
+    def prepare(self, problem: Mamba2Problem, arch: Arch, batch: int,
+                config: dict[str, Any] | None) -> Callable[..., object]: ...
+
+
+def backend_module(name: str) -> Backend:
+    """The adapter of a backend; importing it touches no compiler and no driver."""
+    if name not in BACKENDS:
+        raise ArgumentError("backend", " or ".join(map(repr, BACKENDS)), repr(name))
+    return importlib.import_module(f"replayssm_cute.backends.{name}")  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A backend in order of preference: whether it can serve, with which tuned config, and why."""
+
+    backend: str
+    support: Support
+    config: dict[str, Any] | None
+    why: str
+
+
+@functools.lru_cache(maxsize=4096)
+def candidates(problem: Mamba2Problem, batch: int, arch: Arch) -> tuple[Candidate, ...]:
+    """Every backend in the order in which it would be tried on this device."""
+    row = tuned.lookup(OP, problem, batch, arch)
+    found = []
+    for backend, why in _preference(row, arch):
+        entry = row.backends.get(backend) if row else None
+        found.append(Candidate(backend, backend_module(backend).supports(problem, arch),
+                               entry.config if entry else None, why))
+    return tuple(found)
+
+
+def _preference(row: tuned.TunedRow | None, arch: Arch) -> list[tuple[str, str]]:
+    if arch.kind == "cpu":
+        return [("torch", "no GPU"), ("triton", "interpreter only"), ("cute", "no GPU")]
+    last = ("torch", "slow: materialises the states")
+    if arch.kind == "cuda" and arch.capability in ((10, 0), (10, 3)):
+        return [("cute", "the kernels are specialised for this architecture"),
+                ("triton", "fallback"), last]
+    if arch.kind == "cuda" and arch.capability == (9, 0):
+        if row is not None and row.fastest() == "cute":
+            return [("cute", f"measured as faster: {row.describe()}"), ("triton", "fallback"), last]
+        why = f"measured as faster: {row.describe()}" if row else "no measurement for this shape"
+        return [("triton", why), ("cute", "second choice"), last]
+    return [("triton", "the CuTe kernels are built for 9.0, 10.0 and 10.3"),
+            ("cute", "other architecture"), last]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A prepared step: call it with the normalised arguments of the step."""
+
+    backend: str
+    call: Callable[..., object]
+    self_checking: bool
+
+
+def prepare(problem: Mamba2Problem, batch: int, device: torch.device,
+            backend: str | None = None, after: str | None = None) -> Launch:
+    """Compile or fetch the launch that serves ``problem`` at this batch size.
+
+    Args:
+        backend: serve with this backend or raise; None chooses.
+        after: try only the candidates behind this one, which failed.
+
+    Raises:
+        UnsupportedError: the named backend cannot serve, or no backend can.
+    """
+    arch = archs.of(device)
+    found = candidates(problem, batch, arch)
+    if backend is not None:
+        backend_module(backend)
+        found = tuple(c for c in found if c.backend == backend)
+        if not found[0].support:
+            raise UnsupportedError(f"backend {backend!r}", found[0].support.reason)
+    elif after is not None:
+        found = found[[c.backend for c in found].index(after) + 1:]
+    for c in found:
+        if not c.support:
+            continue
+        module = backend_module(c.backend)
+        try:
+            return Launch(c.backend, module.prepare(problem, arch, batch, c.config), module.SELF_CHECKING)
+        except Exception as error:
+            if backend is not None:
+                raise
+            warn_once(f"backend {c.backend!r} failed to prepare {describe(problem)} on {arch}, "
+                      f"falling through: {type(error).__name__}: {error}")
+    reasons = "; ".join(f"{c.backend}: {c.support.reason or 'failed'}" for c in found)
+    raise UnsupportedError(describe(problem), f"no backend can serve it ({reasons})")
+
+
+def run(problem: Mamba2Problem, batch: int, device: torch.device, backend: str | None,
+        args: tuple[Any, ...]) -> Launch:
+    """Prepare and make the first call of a launch; on failure fall through, as ``prepare`` does."""
+    launch = prepare(problem, batch, device, backend)
+    while True:
+        try:
+            launch.call(*args)
+            return launch
+        except ReplayError:
+            raise
+        except Exception as error:
+            if backend is not None:
+                raise
+            warn_once(f"backend {launch.backend!r} failed on {describe(problem)}, falling "
+                      f"through: {type(error).__name__}: {error}")
+            launch = prepare(problem, batch, device, after=launch.backend)
+
+
+def explain(problem: Mamba2Problem, batch: int, device: torch.device | str | None = None) -> str:
+    """The decision for a problem, one line a backend in the order of preference."""
+    arch = archs.of(device if device is not None else archs.default_device())
+    lines = [f"{describe(problem)}, batch {batch}, on {arch}:"]
+    chosen = False
+    for c in candidates(problem, batch, arch):
+        if c.support and not chosen:
+            chosen, mark = True, "->"
+        else:
+            mark = "  "
+        config = "" if c.config is None else f", tuned {c.config}"
+        lines.append(f"{mark} {c.backend:6s} {c.why}{config}" if c.support
+                     else f"{mark} {c.backend:6s} cannot: {c.support.reason}")
+    return "\n".join(lines)
+
+
+def describe(problem: Mamba2Problem) -> str:
+    state = str(problem.state_dtype).removeprefix("torch.")
+    act = str(problem.act_dtype).removeprefix("torch.")
+    return f"Mamba2 {problem.geometry}, state {state}, inputs {act}, L={problem.buffer_len}"
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning the first time this message occurs in the process."""
+    log.warning(message)
