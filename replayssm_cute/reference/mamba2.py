@@ -140,7 +140,7 @@ def replay_step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: T
     flush = is_flush[:batch][rows].bool()
 
     # The window of every row: ring rows below the cursor, the current token at it, zeros behind.
-    pos = torch.arange(L)
+    pos = torch.arange(L, device=x.device)
     old, cur = pos < w[:, None], pos == w[:, None]                       # (rows, L)
     dt_cur = discretize(dt[rows, :, 0], None if dt_bias is None else dt_bias[:, 0],
                         dt_softplus, dtype)

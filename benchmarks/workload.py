@@ -1,0 +1,84 @@
+"""The benchmark's workload: whole ring cycles, rows at different cursors, states cold in L2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replayssm_cute.layout import Mamba2Pool, allocate_mamba2_pool, mamba2_state_bytes
+from replayssm_cute.types import Mamba2Geometry
+
+COLD_BYTES = 250e6  # state bytes of all pools together: four times the L2 of an H200
+
+
+@dataclass
+class Workload:
+    """Inputs of a decode layer at one batch size, with the pools that a graph rotates through.
+
+    Attributes:
+        pools: as many layers' pools as make their states exceed ``COLD_BYTES``.
+        inputs: x, dt, A, B, C, D, dt_bias, out, by argument name.
+        phases: L pairs (write_pos, is_flush); in phase k row i is at (offset_i + k) mod L, so one
+            pass over all phases is a whole ring cycle in which every row flushes once.
+        indices: (batch,) slots, a random permutation of 1..batch; slot 0 is the null block.
+    """
+
+    geometry: Mamba2Geometry
+    buffer_len: int
+    batch: int
+    pools: list[Mamba2Pool]
+    inputs: dict[str, Tensor]
+    phases: list[tuple[Tensor, Tensor]]
+    indices: list[Tensor]
+
+    @property
+    def flushes(self) -> int:
+        """Flushing rows of one pass over all phases, counted from the flags themselves."""
+        return sum(int(flush.sum()) for _, flush in self.phases)
+
+    def arguments(self, phase: int, pool: int) -> tuple[object, ...]:
+        """The canonical arguments of a step."""
+        i, p = self.inputs, self.pools[pool]
+        pos, flush = self.phases[phase]
+        return (p.state, i["x"], i["dt"], i["A"], i["B"], i["C"], i["D"], i["dt_bias"], None,
+                p.x_cache, p.dt_cache, p.B_cache, pos, flush, self.indices[pool], 0, i["out"])
+
+
+def make_workload(geometry: Mamba2Geometry, batch: int, state_dtype: torch.dtype, buffer_len: int = 16,
+                  act_dtype: torch.dtype = torch.bfloat16, device: str = "cuda", seed: int = 0) -> Workload:
+    """Random inputs with trained-like decay, pools filled with noise, a random stagger."""
+    gen = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=gen, device=device)
+
+    g, L = geometry, buffer_len
+    per_pool = batch * mamba2_state_bytes(g, state_dtype)
+    pools = []
+    for _ in range(max(2, int(-(-COLD_BYTES // per_pool)))):
+        pool = allocate_mamba2_pool(batch + 1, g, L, state_dtype, act_dtype, device)
+        for tensor in (pool.state, pool.x_cache, pool.B_cache):
+            tensor.normal_(generator=gen)
+        pool.dt_cache.uniform_(0.001, 0.1, generator=gen)
+        pools.append(pool)
+    heads = torch.linspace(1.0, 16.0, g.nheads, device=device)
+    inputs = {
+        "x": normal(batch, g.nheads, g.headdim).to(act_dtype),
+        "dt": normal(batch, g.nheads).to(act_dtype)[:, :, None].expand(-1, -1, g.headdim),
+        "A": (-heads)[:, None, None].expand(-1, g.headdim, g.dstate),
+        "B": normal(batch, g.ngroups, g.dstate).to(act_dtype),
+        "C": normal(batch, g.ngroups, g.dstate).to(act_dtype),
+        "D": normal(g.nheads).to(act_dtype)[:, None].expand(-1, g.headdim),
+        "dt_bias": (normal(g.nheads) - 4).to(act_dtype)[:, None].expand(-1, g.headdim),
+        "out": torch.empty(batch, g.nheads, g.headdim, dtype=act_dtype, device=device)}
+    # Offsets 0..L-1 in equal shares, in random order: each phase flushes batch / L rows, or, below
+    # L rows, one row in batch of the L phases.
+    offset = (torch.arange(batch) + int(torch.randint(L, ())))[torch.randperm(batch)] % L
+    phases = []
+    for phase in range(L):
+        pos = (offset + phase) % L
+        phases.append((pos.to(device, torch.int32), (pos == L - 1).to(device, torch.int8)))
+    indices = [(torch.randperm(batch) + 1).to(device, torch.int32) for _ in pools]
+    return Workload(g, L, batch, pools, inputs, phases, indices)

@@ -1,0 +1,61 @@
+"""The CuTe DSL kernels as a backend: compute capability 9.0, 10.0 and 10.3."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from replayssm_cute.arch import Arch
+from replayssm_cute.kernels.mamba2_config import Mamba2Config, default_config, validate
+from replayssm_cute.kernels.targets import Target, for_capability
+from replayssm_cute.types import SUPPORTED, Mamba2Problem, Support
+
+SELF_CHECKING = True
+
+
+@functools.cache
+def _installed() -> Support:
+    """Whether the DSL and its calling convention are installed; imports neither."""
+    for module, package in (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi")):
+        if importlib.util.find_spec(module) is None:
+            return Support(False, f"{package} is not installed")
+    return SUPPORTED
+
+
+def supports(problem: Mamba2Problem, arch: Arch) -> Support:
+    target = for_capability(arch.capability) if arch.kind == "cuda" else None
+    if target is None:
+        return Support(False, f"the kernels are built for 9.0, 10.0 and 10.3, not for {arch}")
+    if not _installed():
+        return _installed()
+    if default_config(problem, 1, target) is None:
+        return validate(problem, _plainest(problem), target)
+    return SUPPORTED
+
+
+def _plainest(problem: Mamba2Problem) -> Mamba2Config:
+    """The least demanding choice: where even this is invalid, its reason is the answer."""
+    return Mamba2Config("register", problem.geometry.headdim, 2 * problem.geometry.headdim)
+
+
+def prepare(problem: Mamba2Problem, arch: Arch, batch: int,
+            config: dict[str, Any] | None) -> Callable[..., object]:
+    from replayssm_cute.kernels.mamba2 import compile_mamba2
+
+    target = for_capability(arch.capability)
+    assert target is not None, "supports() was asked first"
+    return compile_mamba2(problem, _choose(problem, batch, target, config), target.name, arch.sms)
+
+
+def _choose(problem: Mamba2Problem, batch: int, target: Target,
+            config: dict[str, Any] | None) -> Mamba2Config:
+    """The tuned choice where it is valid for this very problem, else the heuristic."""
+    if config is not None:
+        tuned = Mamba2Config.from_dict(config)
+        if validate(problem, tuned, target):
+            return tuned
+    default = default_config(problem, batch, target)
+    assert default is not None, "supports() was asked first"
+    return default

@@ -1,0 +1,58 @@
+"""Compile the Mamba2 replay kernels: no tensors, no GPU, the arguments are the cache key."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from replayssm_cute import compile_cache
+from replayssm_cute.errors import UnsupportedError
+from replayssm_cute.kernels.mamba2_config import Mamba2Config, validate
+from replayssm_cute.kernels.targets import TARGETS
+from replayssm_cute.types import Mamba2Problem
+
+
+def compile_mamba2(problem: Mamba2Problem, config: Mamba2Config, target: str, sms: int,
+                   options: str = "") -> Callable[..., Any]:
+    """The compiled step for a problem; call it with the canonical arguments of a step.
+
+    It runs on the current torch stream, allocates nothing, and checks dtypes, shapes, strides and
+    alignment of every tensor itself (``ValueError`` or ``TypeError``; nothing is launched then).
+
+    Args:
+        problem: what the kernel is specialised on.
+        config: how; must pass ``validate``.
+        target: ``"sm_90a"``, ``"sm_100a"`` or ``"sm_103a"``.
+        sms: multiprocessors of the device; sets the grid of the bulk design.
+        options: further compiler options; with any, the cache is bypassed.
+
+    Raises:
+        UnsupportedError: ``config`` is not valid for the problem on this target.
+    """
+    support = validate(problem, config, TARGETS[target])
+    if not support:
+        raise UnsupportedError(f"{config.design} kernel", support.reason)
+    if options:
+        return _build(problem, config, target, sms, options)
+    return compile_cache.get(target, ("mamba2_decode", problem, config, sms),
+                             lambda: _build(problem, config, target, sms, ""))
+
+
+def _build(problem: Mamba2Problem, config: Mamba2Config, target: str, sms: int, options: str) -> Any:
+    if not torch.cuda.is_available():
+        # Without a GPU the DSL takes its architecture from the environment, at its first import.
+        os.environ.setdefault("CUTE_DSL_ARCH", target)
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    from replayssm_cute.kernels.mamba2_bulk import Mamba2BulkKernel
+    from replayssm_cute.kernels.mamba2_register import Mamba2RegisterKernel
+    from replayssm_cute.kernels.mamba2_tile import fake_arguments
+
+    if config.design == "bulk":
+        kernel: Any = Mamba2BulkKernel(problem, config, TARGETS[target], sms)
+    else:
+        kernel = Mamba2RegisterKernel(problem, config, TARGETS[target])
+    return cute.compile(kernel, *fake_arguments(problem), make_fake_stream(use_tvm_ffi_env_stream=True),
+                        options=f"--enable-tvm-ffi --gpu-arch={target} {options}".strip())

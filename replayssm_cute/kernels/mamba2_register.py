@@ -1,0 +1,189 @@
+"""Mamba2 replay step, register design: one CTA per (row, head, tile), the state in registers.
+
+For small batches, where latency rules: every load that depends on the slot is issued before
+anything is used, and nothing waits for a barrier before the one that ends the step.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from replayssm_cute.kernels import device
+from replayssm_cute.kernels.compat import SmemAllocator
+from replayssm_cute.kernels.mamba2_tile import ReplayTile, load_scalars, load_slot
+
+
+class Mamba2RegisterKernel(ReplayTile):
+    """grid (H * tiles, batch), ``config.threads`` threads."""
+
+    @cute.jit
+    def __call__(self, mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
+                 mIndices, null_block_id: Int32, mOut, stream):
+        # A carveout must be named with min_blocks_per_mp: the DSL would ask the local GPU for it.
+        self.kernel(mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
+                    mIndices, null_block_id, mOut).launch(
+            grid=(self.H * self.tiles, mX.shape[0], 1), block=(self.threads, 1, 1), stream=stream,
+            min_blocks_per_mp=self.config.min_ctas, preferred_smem_carveout=50)
+
+    @cute.kernel
+    def kernel(self, mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
+               mIndices, null_block_id, mOut):
+        tid, _, _ = cute.arch.thread_idx()
+        bx, b, _ = cute.arch.block_idx()
+        h = bx // self.tiles
+        g = h // self.ratio
+        tile = bx % self.tiles
+        lane, warp = tid % 32, tid // 32
+        r, group = tid % 8, tid // 8
+        smem = SmemAllocator()
+        sRing = smem.allocate_tensor(
+            Float32, cute.make_layout((self.tile_p, self.warps), stride=(1, self.tile_p)), byte_alignment=16)
+        sRow = smem.allocate_tensor(Float32, cute.make_layout((self.tile_p,)), byte_alignment=16)
+        # Used by a flush only: the window's B in fp32, and its x scaled by the weights.
+        sB = smem.allocate_tensor(
+            Float32, cute.make_layout((self.N, self.L), stride=(1, self.N)), byte_alignment=16)
+        sScaled = smem.allocate_tensor(
+            Float32, cute.make_layout((self.tile_p, self.L), stride=(1, self.tile_p)), byte_alignment=16)
+
+        slot = Int64(load_slot(mIndices, b))  # 64-bit: slots * H * P * N passes 2^31
+        pos = Int32(mPos[b])
+        flush = Int32(mFlush[b])
+        raw, A = load_scalars(mDt, mDtBias, mA, b, h)
+        rC = self.load_rows([mC[b, g, None]], r)
+        if slot != Int64(null_block_id) and slot >= 0:
+            gState = cute.local_tile(mState[slot, h, None, None], (self.tile_p, self.N), (tile, 0))
+            dt_ring, rB, rX = self.load_window(mDtc[slot, h, None], mBc[slot, g, None, None],
+                                               mXc[slot, h, None, None], mB[b, g, None],
+                                               mX[b, h, None], tile, pos, lane, r, group)
+            rState = self.load_state(gState, r, group)
+            x, D, z = self.load_epilogue(mX[b, h, None], mD, mZ, b, h, tile, tid)
+
+            dt_now = self.discretize(raw)
+            weights, decay = self.replay_weights(dt_ring, dt_now, A, pos, lane, group)
+            C = []
+            for c in cutlass.range_constexpr(self.chunks):
+                C = C + device.to_f32(rC[None, c, 0], self.vec)
+            y = Float32(0.0)
+            if flush == 0:
+                self.append(rB, rX, dt_now, mDtc[slot, h, None], mBc[slot, g, None, None],
+                            mXc[slot, h, None, None], h, tile, pos, r, group)
+                self.replay(rState, rB, rX, C, weights, decay, lane, r, group, warp, sRing, sRow)
+                cute.arch.sync_threads()
+                if tid < self.tile_p:
+                    y = sRow[tid]
+                    for w in cutlass.range_constexpr(self.warps):
+                        y = y + sRing[tid, w]
+            else:
+                self.stage_window(rB, rX, weights, pos, r, group, sB, sScaled)
+                cute.arch.sync_threads()
+                self.fold(lambda i, c: device.to_f32(rState[None, c, i], self.vec),
+                          lambda j, c: self.chunk(sB[None, j], c, r), Float32, gState, sScaled, C,
+                          decay, pos, r, group, sRow)
+                cute.arch.sync_threads()
+                if tid < self.tile_p:
+                    y = sRow[tid]
+            if tid < self.tile_p:
+                mOut[b, h, tile * self.tile_p + tid] = self.finish(y, x, D, z).to(self.act_dtype)
+
+    def load_rows(self, rows, r):
+        """Chunks of several rows of N inputs -> fragment (vec, chunks, rows)."""
+        fragment = cute.make_rmem_tensor((self.vec, self.chunks, len(rows)), self.act_dtype)
+        for i, row in enumerate(rows):
+            for c in range(self.chunks):
+                cute.autovec_copy(self.chunk(row, c, r), fragment[None, c, i])
+        return fragment
+
+    @cute.jit
+    def load_window(self, gDtc, gBc, gXc, gB, gX, tile, pos, lane, r, group):
+        """This thread's part of the valid ring rows and the current token; zeros past them."""
+        dt_ring = []
+        for k in cutlass.range_constexpr(self.dt_parts):
+            value = Float32(0.0)
+            if lane + 32 * k < pos:
+                value = gDtc[lane + 32 * k]
+            dt_ring.append(value)
+        rB = cute.make_rmem_tensor((self.vec, self.chunks, self.passes), self.act_dtype)
+        rX = cute.make_rmem_tensor((self.x_lane, self.passes), self.act_dtype)
+        rB.fill(0.0)
+        rX.fill(0.0)
+        for p in cutlass.range_constexpr(self.passes):
+            j = self.entry(p, group)
+            if j < pos:
+                self.load_entry(gBc[j, None], gXc[j, None], tile, r, rB[None, None, p], rX[None, p])
+            if j == pos:
+                self.load_entry(gB, gX, tile, r, rB[None, None, p], rX[None, p])
+        return dt_ring, rB, rX
+
+    def load_entry(self, gBrow, gXrow, tile, r, rBrow, rXrow):
+        for c in range(self.chunks):
+            cute.autovec_copy(self.chunk(gBrow, c, r), rBrow[None, c])
+        cute.autovec_copy(self.x_part(cute.local_tile(gXrow, (self.tile_p,), (tile,)), r), rXrow)
+
+    def load_state(self, gState, r, group):
+        """The thread's rows of the state, past L1: they are used once."""
+        atom = cute.make_copy_atom(cute.nvgpu.CopyG2ROp(), self.state_dtype,
+                                   num_bits_per_copy=self.config.vec_bits,
+                                   l1c_evict_priority=cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE)
+        fragment = cute.make_rmem_tensor((self.vec, self.chunks, self.rows), self.state_dtype)
+        for i in range(self.rows):
+            for c in range(self.chunks):
+                cute.copy(atom, self.chunk(gState[self.row(i, group), None], c, r), fragment[None, c, i])
+        return fragment
+
+    @cute.jit
+    def load_epilogue(self, gX, mD, mZ, b, h, tile, tid):
+        """x, D and z of the output row that this thread finishes; None for what is absent."""
+        x = D = z = None
+        p = tile * self.tile_p + cutlass.min(tid, self.tile_p - 1)
+        if const_expr(mD is not None):
+            x = gX[p].to(Float32)
+            D = mD[h, p].to(Float32)
+        if const_expr(mZ is not None):
+            z = mZ[b, h, p].to(Float32)
+        return x, D, z
+
+    @cute.jit
+    def append(self, rB, rX, dt_now, gDtc, gBc, gXc, h, tile, pos, r, group):
+        """Write the current token into ring row ``pos`` from the registers that hold it."""
+        for p in cutlass.range_constexpr(self.passes):
+            if self.entry(p, group) == pos:
+                row = cute.local_tile(gXc[pos, None], (self.tile_p,), (tile,))
+                cute.autovec_copy(rX[None, p], self.x_part(row, r))
+                if tile == 0:
+                    if h % self.ratio == 0:
+                        for c in cutlass.range_constexpr(self.chunks):
+                            cute.autovec_copy(rB[None, c, p], self.chunk(gBc[pos, None], c, r))
+                    if r == 0:
+                        gDtc[pos] = dt_now
+
+    @cute.jit
+    def replay(self, rState, rB, rX, C, weights, decay, lane, r, group, warp, sRing, sRow):
+        """Output without a flush: ring partials per warp in sRing, decay * (S C) in sRow."""
+        sums = [Float32(0.0)] * self.x_lane
+        for p in cutlass.range_constexpr(self.passes):
+            B = []
+            for c in cutlass.range_constexpr(self.chunks):
+                B = B + device.to_f32(rB[None, c, p], self.vec)
+            score = device.lane_sum(device.dot(B, C, self.packed), (1, 2, 4)) * weights[p]
+            x = device.to_f32(rX[None, p], self.x_lane)
+            sums = device.fma(x, [score] * self.x_lane, sums, self.packed)
+        self.store_ring_sums(sums, lane, r, warp, sRing)
+        dots = []
+        for i in cutlass.range_constexpr(self.rows):
+            values = []
+            for c in cutlass.range_constexpr(self.chunks):
+                values = values + device.to_f32(rState[None, c, i], self.vec)
+            dots.append(device.dot(values, C, self.packed))
+        self.store_row_sums(dots, decay, r, group, 0, sRow)
+
+    @cute.jit
+    def stage_window(self, rB, rX, weights, pos, r, group, sB, sScaled):
+        """Put the window where every thread of the fold can read it."""
+        for p in cutlass.range_constexpr(self.passes):
+            j = self.entry(p, group)
+            if j <= pos:
+                for c in cutlass.range_constexpr(self.chunks):
+                    exact = cute.make_rmem_tensor((self.vec,), Float32)
+                    exact.store(rB[None, c, p].load().to(Float32))
+                    cute.autovec_copy(exact, self.chunk(sB[None, j], c, r))
+                self.stage_fold(rX[None, p], weights[p], p, r, group, sScaled)
