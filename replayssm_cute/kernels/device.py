@@ -17,6 +17,11 @@ def select(condition, a, b):
     return Float32(cutlass.select_(condition, a, b))
 
 
+def absolute(value):
+    """|value|."""
+    return select(value < 0.0, -value, value)
+
+
 def fma(a, b, acc, packed):
     """acc[i] += a[i] * b[i]; ``packed`` takes two at a time (sm_100 and later)."""
     if not packed:
@@ -109,8 +114,7 @@ def softplus(d):
     series: its argument is at most 1/3, so eight terms reach fp32 accuracy, and a small u keeps
     its relative accuracy, which the hardware logarithm of 1 + u does not.
     """
-    magnitude = select(d < 0.0, -d, d)
-    u = cute.math.exp2(magnitude * (-LOG2E), fastmath=True)
+    u = cute.math.exp2(absolute(d) * (-LOG2E), fastmath=True)
     s = u / (u + 2.0)
     q = s * s
     series = Float32(1.0 / 15.0)

@@ -7,8 +7,7 @@ Two designs:
 * ``bulk``  persistent CTAs; a producer warp keeps bulk copies in flight, the other warps compute
   out of shared memory. Best bandwidth: best for large batches.
 
-Both work on a tile of ``tile_p`` rows of a head's state with ``threads`` compute threads, in
-groups of eight lanes. A lane group owns ring entries and state rows.
+Both work on a tile of ``tile_p`` rows of a head's state with ``threads`` compute threads.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from replayssm_cute.types import SUPPORTED, Mamba2Problem, Support
 
 LANES = 8                       # lanes of a group
 MAX_STATE_PER_THREAD = 64       # state elements a thread holds; more spill on every target
+MAX_TILE = 80 * 128             # state elements of a tile: a stage of 40 KB in fp32
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Mamba2Config:
     Attributes:
         design: ``"register"`` or ``"bulk"``.
         tile_p: rows of a head's state per work item; divides P.
-        threads: compute threads of a CTA; the bulk design adds one producer warp.
+        threads: compute threads of a CTA; the bulk design adds a producer and a scorer warp.
         vec_bits: width of a state load, 128 or 256 (register design, where the target has it).
         min_ctas: CTAs the compiler must let a multiprocessor hold; the bulk design launches
             exactly these, because a persistent grid that does not fit runs in two rounds.
@@ -67,22 +67,17 @@ def state_vector(problem: Mamba2Problem, config: Mamba2Config) -> int:
     return config.vec_bits // (8 * problem.state_dtype.itemsize)
 
 
-def stage_bytes(problem: Mamba2Problem, config: Mamba2Config) -> int:
-    """Shared memory of one stage of the bulk design: a tile's state, whole rings and C."""
-    g, L, act = problem.geometry, problem.buffer_len, problem.act_dtype.itemsize
-    state = config.tile_p * g.dstate * problem.state_dtype.itemsize
-    rings = (g.headdim + g.dstate) * L * act + 4 * L
-    return state + rings + g.dstate * act + 32
-
-
 def smem_bytes(problem: Mamba2Problem, config: Mamba2Config) -> int:
     """Shared memory of a CTA, alignment gaps included (an upper estimate)."""
-    g, L, warps = problem.geometry, problem.buffer_len, config.threads // 32
-    fold = 4 * config.tile_p * L
+    g, L, act = problem.geometry, problem.buffer_len, problem.act_dtype.itemsize
     if config.design == "register":
-        return 4 * config.tile_p * (warps + 1) + fold + 4 * g.dstate * L + 256
-    buffers = 2 * 4 * config.tile_p * (warps + 1)
-    return config.stages * (stage_bytes(problem, config) + 16) + buffers + fold + 1024
+        sums = 4 * config.tile_p * (config.threads // 32 + 1)
+        return sums + 4 * (config.tile_p + g.dstate) * L + 256
+    entries = -(-L // 16) * 16
+    state = config.tile_p * g.dstate * problem.state_dtype.itemsize
+    window = (g.headdim + g.dstate) * entries * act + 4 * L + g.dstate * act
+    scores = 2 * (g.dstate + 32) * problem.state_dtype.itemsize + entries * (3 * act + 4)
+    return config.stages * (state + window + scores + 96) + 4 * config.tile_p * entries + 1024
 
 
 def validate(problem: Mamba2Problem, config: Mamba2Config, target: Target) -> Support:
@@ -92,25 +87,43 @@ def validate(problem: Mamba2Problem, config: Mamba2Config, target: Target) -> Su
         return Support(False, f"rings in {problem.ring_dtype} beside inputs in {problem.act_dtype}")
     if problem.row_align < 16:
         return Support(False, f"input or ring rows are aligned to {problem.row_align} bytes, not 16")
-    if c.design not in ("register", "bulk"):
-        return Support(False, f"unknown design {c.design!r}")
     if g.headdim % c.tile_p or c.tile_p % LANES or c.threads % 32 or c.threads > 512:
         return Support(False, f"tile_p={c.tile_p} and threads={c.threads} do not split P={g.headdim}")
-    if c.tile_p % (c.threads // LANES):
-        return Support(False, f"{c.threads // LANES} lane groups do not split {c.tile_p} rows")
-    if c.tile_p * g.dstate > MAX_STATE_PER_THREAD * c.threads or c.threads < c.tile_p:
-        return Support(False, f"{c.threads} threads are too few for a tile of {c.tile_p}x{g.dstate}")
-    if g.dstate % (LANES * state_vector(problem, c)):
-        return Support(False, f"N={g.dstate} is no multiple of {LANES} loads of {c.vec_bits} bits")
-    if c.vec_bits == 256 and not (target.wide_loads and c.design == "register"):
-        return Support(False, f"no 256-bit loads in the {c.design} design on {target.name}")
     if problem.state_align < c.vec_bits // 8:
         return Support(False, f"state rows are aligned to {problem.state_align} bytes only")
-    if c.design == "bulk" and (problem.buffer_len % 4 or problem.dt_align < 16):
+    if g.dstate % (LANES * state_vector(problem, c)):
+        return Support(False, f"N={g.dstate} is no multiple of {LANES} loads of {c.vec_bits} bits")
+    check = {"register": _validate_register, "bulk": _validate_bulk}.get(c.design)
+    if check is None:
+        return Support(False, f"unknown design {c.design!r}")
+    support = check(problem, c, target)
+    return support if not support else _resident(problem, c, target)
+
+
+def _validate_register(problem: Mamba2Problem, config: Mamba2Config, target: Target) -> Support:
+    c = config
+    if c.tile_p % (c.threads // LANES) or c.threads < c.tile_p:
+        return Support(False, f"{c.threads} threads do not split {c.tile_p} rows")
+    if c.tile_p * problem.geometry.dstate > MAX_STATE_PER_THREAD * c.threads:
+        return Support(False, f"{c.threads} threads are too few for a tile of {c.tile_p} rows")
+    if c.vec_bits == 256 and not target.wide_loads:
+        return Support(False, f"no 256-bit loads on {target.name}")
+    return SUPPORTED
+
+
+def _validate_bulk(problem: Mamba2Problem, config: Mamba2Config, target: Target) -> Support:
+    c = config
+    if problem.act_dtype.itemsize != 2:
+        return Support(False, f"the bulk design takes 2-byte inputs, not {problem.act_dtype}")
+    if c.tile_p % 16 or c.threads != 2 * c.tile_p or c.vec_bits != 128:
+        return Support(False, f"the bulk design takes tile_p in steps of 16 with {2 * c.tile_p} threads")
+    if problem.geometry.dstate % 64:
+        return Support(False, f"N={problem.geometry.dstate} is no multiple of 64")
+    if problem.buffer_len % 4 or problem.dt_align < 16:
         return Support(False, "bulk copies need dt_cache rows of a multiple of 16 bytes")
-    if c.design == "bulk" and not 1 <= c.stages <= 16:
+    if not 1 <= c.stages <= 16:
         return Support(False, f"stages={c.stages} is not in 1..16")
-    return _resident(problem, c, target)
+    return SUPPORTED
 
 
 def _resident(problem: Mamba2Problem, config: Mamba2Config, target: Target) -> Support:
@@ -118,7 +131,7 @@ def _resident(problem: Mamba2Problem, config: Mamba2Config, target: Target) -> S
     smem = smem_bytes(problem, config)
     if smem > SMEM_PER_CTA or config.min_ctas * (smem + 1024) > target.smem_per_sm:
         return Support(False, f"{config.min_ctas} CTAs of {smem} bytes of shared memory do not fit")
-    threads = config.threads + (32 if config.design == "bulk" else 0)
+    threads = config.threads + (64 if config.design == "bulk" else 0)
     # 80 registers a thread is the least the kernels were seen to need without spilling much.
     if config.min_ctas * threads > min(2048, REGISTERS_PER_SM // 80):
         return Support(False, f"{config.min_ctas} CTAs of {threads} threads do not fit")
@@ -141,28 +154,27 @@ def default_config(problem: Mamba2Problem, batch: int, target: Target) -> Mamba2
 
 def _ranked(problem: Mamba2Problem, batch: int, target: Target) -> list[Mamba2Config]:
     g = problem.geometry
-    tile_p, threads = _tile(problem)
-    wide = 256 if target.wide_loads else 128
-    items = batch * g.nheads * (g.headdim // tile_p)
     fp32 = problem.state_dtype == torch.float32
+    tile_p, threads = _register_tile(problem)
     register = [Mamba2Config("register", tile_p, threads, bits, min_ctas=ctas)
-                for bits in (wide, 128) for ctas in (4, 3, 1)]
-    evict = items <= 128 * 64
-    plans = ((2, 2), (2, 1), (1, 2), (1, 1)) if fp32 else ((3, 2), (2, 2), (1, 2), (1, 1)) if evict \
-        else ((2, 4), (2, 3), (2, 2), (1, 2), (1, 1))
-    bulk = [Mamba2Config("bulk", tile_p, threads, min_ctas=ctas, stages=stages, evict_first=evict)
-            for ctas, stages in plans]
+                for bits in ((256, 128) if target.wide_loads else (128,)) for ctas in (3, 2, 1)]
+    tile_p = max((t for t in range(16, 129, 16) if g.headdim % t == 0 and t * g.dstate <= MAX_TILE),
+                 default=g.headdim)
+    items = batch * g.nheads * (g.headdim // tile_p)
+    plans = ((2, 2), (2, 1), (1, 2), (1, 1)) if fp32 else ((2, 4), (2, 3), (2, 2), (1, 2), (1, 1))
+    bulk = [Mamba2Config("bulk", tile_p, 2 * tile_p, min_ctas=ctas, stages=stages,
+                         evict_first=items <= 128 * 64) for ctas, stages in plans]
     return register + bulk if items <= (32 if fp32 else 8) * 64 else bulk + register
 
 
-def _tile(problem: Mamba2Problem) -> tuple[int, int]:
+def _register_tile(problem: Mamba2Problem) -> tuple[int, int]:
     """(tile_p, threads): the largest tile of up to 80x128 that leaves a thread 64 state elements.
 
     Four rows a thread measured best at N = 128 (two threads per row of P); fewer where N is larger.
     """
     g = problem.geometry
     for tile_p in range(min(g.headdim, 80), LANES - 1, -LANES):
-        if g.headdim % tile_p == 0 and tile_p * g.dstate <= 80 * 128:
+        if g.headdim % tile_p == 0 and tile_p * g.dstate <= MAX_TILE:
             for rows in (4, 2, 1, 8):
                 threads = LANES * tile_p // rows
                 if tile_p % rows == 0 and threads % 32 == 0 and threads >= tile_p and threads <= 256 \

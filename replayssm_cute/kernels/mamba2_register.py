@@ -2,6 +2,11 @@
 
 For small batches, where latency rules: every load that depends on the slot is issued before
 anything is used, and nothing waits for a barrier before the one that ends the step.
+
+Lane group q of the CTA owns ring entries q, q + groups, ...: its lanes compute B_j . C together,
+then hold s_j (B_j . C) in a register while they multiply the x values they own of that entry; no
+barrier and no shared memory lie between the two. The same lanes own state rows q, q + groups, ...
+Partial sums meet in shared memory once: one row per warp for the ring, one dot per state row.
 """
 
 import cutlass
@@ -10,11 +15,20 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from replayssm_cute.kernels import device
 from replayssm_cute.kernels.compat import SmemAllocator
-from replayssm_cute.kernels.mamba2_tile import ReplayTile, load_scalars, load_slot
+from replayssm_cute.kernels.mamba2_config import LANES
+from replayssm_cute.kernels.mamba2_tile import LANE_BITS, ReplayTile, load_scalars, load_slot
+
+
+GROUP_BITS = (8, 16)            # lane groups of a warp
 
 
 class Mamba2RegisterKernel(ReplayTile):
     """grid (H * tiles, batch), ``config.threads`` threads."""
+
+    def __init__(self, problem, config, target) -> None:
+        super().__init__(problem, config, target)
+        self.passes = -(-self.L // self.groups)                    # ring entries of a lane group
+        self.x_lane = self.tile_p // LANES                         # x values of a lane
 
     @cute.jit
     def __call__(self, mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
@@ -59,7 +73,8 @@ class Mamba2RegisterKernel(ReplayTile):
             x, D, z = self.load_epilogue(mX[b, h, None], mD, mZ, b, h, tile, tid)
 
             dt_now = self.discretize(raw)
-            weights, decay = self.replay_weights(dt_ring, dt_now, A, pos, lane, group)
+            s, decay = self.window_weights(dt_ring, dt_now, A, pos, lane)
+            weights = [self.weight_of(s, self.entry(p, group)) for p in range(self.passes)]
             C = []
             for c in cutlass.range_constexpr(self.chunks):
                 C = C + device.to_f32(rC[None, c, 0], self.vec)
@@ -76,14 +91,29 @@ class Mamba2RegisterKernel(ReplayTile):
             else:
                 self.stage_window(rB, rX, weights, pos, r, group, sB, sScaled)
                 cute.arch.sync_threads()
-                self.fold(lambda i, c: device.to_f32(rState[None, c, i], self.vec),
-                          lambda j, c: self.chunk(sB[None, j], c, r), Float32, gState, sScaled, C,
-                          decay, pos, r, group, sRow)
+                dots = self.fold(
+                    lambda i, c: device.to_f32(rState[None, c, i], self.vec),
+                    lambda j, f: self.scaled_rows(sScaled[None, j], f, group),
+                    lambda j, c: self.chunk(sB[None, j], c, r), Float32,
+                    lambda i: gState[self.row(i, group), None], C, decay, pos, r)
+                self.store_row_sums(dots, Float32(1.0), r, group, sRow)
                 cute.arch.sync_threads()
                 if tid < self.tile_p:
                     y = sRow[tid]
             if tid < self.tile_p:
                 mOut[b, h, tile * self.tile_p + tid] = self.finish(y, x, D, z).to(self.act_dtype)
+
+    def entry(self, p, group):
+        """Ring entry that a lane group owns in pass p."""
+        return p * self.groups + group
+
+    def row(self, i, group):
+        """State row of the tile that is row i of a thread."""
+        return i * self.groups + group
+
+    def x_part(self, row_tensor, lane_in_group):
+        """The x values of a tile that one lane owns."""
+        return cute.local_tile(row_tensor, (self.x_lane,), (lane_in_group,))
 
     def load_rows(self, rows, r):
         """Chunks of several rows of N inputs -> fragment (vec, chunks, rows)."""
@@ -164,7 +194,7 @@ class Mamba2RegisterKernel(ReplayTile):
             B = []
             for c in cutlass.range_constexpr(self.chunks):
                 B = B + device.to_f32(rB[None, c, p], self.vec)
-            score = device.lane_sum(device.dot(B, C, self.packed), (1, 2, 4)) * weights[p]
+            score = device.lane_sum(device.dot(B, C, self.packed), LANE_BITS) * weights[p]
             x = device.to_f32(rX[None, p], self.x_lane)
             sums = device.fma(x, [score] * self.x_lane, sums, self.packed)
         self.store_ring_sums(sums, lane, r, warp, sRing)
@@ -174,7 +204,7 @@ class Mamba2RegisterKernel(ReplayTile):
             for c in cutlass.range_constexpr(self.chunks):
                 values = values + device.to_f32(rState[None, c, i], self.vec)
             dots.append(device.dot(values, C, self.packed))
-        self.store_row_sums(dots, decay, r, group, 0, sRow)
+        self.store_row_sums(dots, decay, r, group, sRow)
 
     @cute.jit
     def stage_window(self, rB, rX, weights, pos, r, group, sB, sScaled):
@@ -187,3 +217,34 @@ class Mamba2RegisterKernel(ReplayTile):
                     exact.store(rB[None, c, p].load().to(Float32))
                     cute.autovec_copy(exact, self.chunk(sB[None, j], c, r))
                 self.stage_fold(rX[None, p], weights[p], p, r, group, sScaled)
+
+    @cute.jit
+    def stage_fold(self, x, weight, p, r, group, sScaled):
+        """sScaled[.., j] = s_j x_j, a thread's rows side by side so that one load fetches them."""
+        values = device.to_f32(x, self.x_lane)
+        for i in cutlass.range_constexpr(self.x_lane):
+            row = r * self.x_lane + i
+            sScaled[(row % self.groups) * self.rows + row // self.groups, self.entry(p, group)] = \
+                values[i] * weight
+
+    def scaled_rows(self, sEntry, f, group):
+        """s_j x_j of the rows that a thread folds together."""
+        blocks = self.rows // self.fold_rows
+        return device.load_f32(cute.local_tile(sEntry, (self.fold_rows,), (group * blocks + f,)),
+                               self.fold_rows, Float32)
+
+    @cute.jit
+    def store_ring_sums(self, sums, lane, r, warp, sRing):
+        """Sum the lanes' partial outputs over the groups of the warp -> sRing[p, warp]."""
+        sums, offset, owner = device.reduce_scatter(sums, lane, GROUP_BITS)
+        if owner:
+            for i in cutlass.range_constexpr(len(sums)):
+                sRing[r * self.x_lane + offset + i, warp] = sums[i]
+
+    @cute.jit
+    def store_row_sums(self, sums, scale, r, group, sRow):
+        """Sum the rows' dots over the lanes of the group -> sRow[row] = scale * sum."""
+        sums, offset, owner = device.reduce_scatter(sums, r, LANE_BITS)
+        if owner:
+            for i in cutlass.range_constexpr(len(sums)):
+                sRow[(offset + i) * self.groups + group] = sums[i] * scale

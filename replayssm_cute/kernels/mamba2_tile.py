@@ -1,14 +1,7 @@
-"""What the two Mamba2 replay kernels share: how a tile is split over threads, and its arithmetic.
+"""What the two Mamba2 replay kernels share: the window's weights, the fold, the epilogue.
 
-Work split of the compute threads, in groups of eight lanes:
-
-* Lane group q owns ring entries q, q + groups, ...: its lanes compute B_j . C together, then hold
-  w_j = s_j (B_j . C) in a register while they multiply the x values they own of that entry. No
-  barrier and no shared memory lie between the two.
-* The same lanes own state rows q, q + groups, ... of the tile, as chunks c * 8 + lane of one
-  vector load each, so that a group reads whole 128-byte lines.
-* Partial sums meet in shared memory once per tile: one row per warp for the ring, one dot per
-  state row for the checkpoint.
+Eight lanes form a lane group. A group reads a row of N elements as chunks c * 8 + lane of one vector
+load each, so that it takes whole 128-byte lines; dots over a row are reduced over its lanes.
 """
 
 import cutlass
@@ -25,12 +18,14 @@ CUTE_DTYPES = {torch.float32: cutlass.Float32, torch.float16: cutlass.Float16,
                torch.bfloat16: cutlass.BFloat16, torch.int32: cutlass.Int32,
                torch.int64: cutlass.Int64, torch.int8: cutlass.Int8, torch.bool: cutlass.Boolean}
 LANE_BITS = (1, 2, 4)           # lanes of a group
-GROUP_BITS = (8, 16)            # groups of a warp
 FOLD_REGISTERS = 64             # fp32 accumulators a thread keeps while it folds
 
 
 class ReplayTile:
-    """Static layout of a tile and the arithmetic on it; base of both kernels."""
+    """Static layout of a tile and the arithmetic on it; base of both kernels.
+
+    A thread owns ``rows`` rows of the state, spread over the lanes of a group.
+    """
 
     def __init__(self, problem: Mamba2Problem, config: Mamba2Config, target: Target) -> None:
         g = problem.geometry
@@ -46,33 +41,26 @@ class ReplayTile:
         self.rows = self.tile_p // self.groups                     # state rows of a thread
         self.vec = state_vector(problem, config)
         self.chunks = self.N // (LANES * self.vec)
-        self.passes = -(-self.L // self.groups)                    # ring entries of a lane group
         self.dt_parts = -(-self.L // 32)                           # dt ring entries of a lane
-        self.x_lane = self.tile_p // LANES                         # x values of a lane
         self.fold_rows = next(r for r in range(self.rows, 0, -1)
                               if self.rows % r == 0 and r * self.chunks * self.vec <= FOLD_REGISTERS)
-
-    def entry(self, p, group):
-        """Ring entry that a lane group owns in pass p."""
-        return p * self.groups + group
-
-    def row(self, i, group):
-        """State row of the tile that is row i of a thread."""
-        return i * self.groups + group
 
     def chunk(self, row_tensor, c, lane_in_group):
         """Chunk c of a row of N elements: what one lane loads at once."""
         return cute.local_tile(row_tensor, (self.vec,), (c * LANES + lane_in_group,))
 
-    def x_part(self, row_tensor, lane_in_group):
-        """The x values of a tile that one lane owns."""
-        return cute.local_tile(row_tensor, (self.x_lane,), (lane_in_group,))
+    def row_values(self, row_tensor, lane_in_group, dtype):
+        """A lane's share of a row of N elements, in the order of the chunks, as Float32."""
+        values = []
+        for c in range(self.chunks):
+            values += device.load_f32(self.chunk(row_tensor, c, lane_in_group), self.vec, dtype)
+        return values
 
     def discretize(self, raw):
         """dt' of the current token from dt + dt_bias."""
         return device.softplus(raw) if self.problem.dt_softplus else raw
 
-    def replay_weights(self, dt_ring, dt_now, A, pos, lane, group):
+    def window_weights(self, dt_ring, dt_now, A, pos, lane):
         """Weights of the window: s_j = dt'_j exp(A sum of later dt').
 
         Args:
@@ -80,7 +68,7 @@ class ReplayTile:
             dt_now: dt' of the current token, entry ``pos``.
 
         Returns:
-            ([s_j of the entries this lane group owns], decay of the checkpoint)
+            ([s_j of entry 32 k + lane; zero past ``pos``], decay of the checkpoint)
         """
         parts = []
         for k, held in enumerate(dt_ring):
@@ -90,56 +78,34 @@ class ReplayTile:
         later, total = device.suffix_sums(parts, lane, self.L)
         rate = A * device.LOG2E
         s = [d * cute.math.exp2(rate * t, fastmath=True) for d, t in zip(parts, later)]
-        decay = cute.math.exp2(rate * total, fastmath=True)
-        owned = []
-        for p in range(self.passes):
-            j = self.entry(p, group)
-            value = cute.arch.shuffle_sync(s[0], j % 32)
-            for k in range(1, self.dt_parts):
-                value = device.select(j < 32 * k, value, cute.arch.shuffle_sync(s[k], j % 32))
-            owned.append(value)
-        return owned, decay
+        return s, cute.math.exp2(rate * total, fastmath=True)
+
+    def weight_of(self, s, j):
+        """s_j out of the lane that holds it."""
+        value = cute.arch.shuffle_sync(s[0], j % 32)
+        for k in range(1, self.dt_parts):
+            value = device.select(j < 32 * k, value, cute.arch.shuffle_sync(s[k], j % 32))
+        return value
 
     @cute.jit
-    def store_ring_sums(self, sums, lane, lane_in_group, warp, sRing):
-        """Sum the lanes' partial outputs over the groups of the warp -> sRing[p, warp]."""
-        sums, offset, owner = device.reduce_scatter(sums, lane, GROUP_BITS)
-        if owner:
-            for i in cutlass.range_constexpr(len(sums)):
-                sRing[lane_in_group * self.x_lane + offset + i, warp] = sums[i]
-
-    @cute.jit
-    def store_row_sums(self, sums, scale, lane_in_group, group, first_row, sRow):
-        """Sum the rows' dots over the lanes of the group -> sRow[row] = scale * sum."""
-        sums, offset, owner = device.reduce_scatter(sums, lane_in_group, LANE_BITS)
-        if owner:
-            for i in cutlass.range_constexpr(len(sums)):
-                sRow[(first_row + offset + i) * self.groups + group] = sums[i] * scale
-
-    @cute.jit
-    def stage_fold(self, x, weight, p, lane_in_group, group, sScaled):
-        """sScaled[.., j] = s_j x_j, a thread's rows side by side so that one load fetches them."""
-        values = device.to_f32(x, self.x_lane)
-        for i in cutlass.range_constexpr(self.x_lane):
-            row = lane_in_group * self.x_lane + i
-            sScaled[(row % self.groups) * self.rows + row // self.groups, self.entry(p, group)] = \
-                values[i] * weight
-
-    @cute.jit
-    def fold(self, load_state, ring_chunk, ring_dtype, gState, sScaled, C, decay, pos,
-             lane_in_group, group, sRow):
-        """Fold the window into the checkpoint, store it, and leave S C in sRow.
+    def fold(self, load_state, load_scaled, ring_chunk, ring_dtype, store_tile, C, decay, pos, lane_in_group):
+        """Fold the window into the checkpoint and store it.
 
         Register tile of fold_rows x (chunks * vec): every B value that is loaded serves fold_rows
-        FMAs. y comes from the fp32 accumulators, before they are rounded.
+        FMAs. The dots with C come from the fp32 accumulators, before they are rounded.
 
         Args:
             load_state: (row i, chunk c) -> state values as Float32.
+            load_scaled: (entry j, block f) -> fold_rows values s_j x_j of rows f * fold_rows...
             ring_chunk: (entry j, chunk c) -> shared-memory tile of B_j, of ``ring_dtype``.
-            gState: (tile_p, N) global tile that is overwritten.
+            store_tile: row i -> global row of N elements that is overwritten.
             C: this lane's C values, in the order of the chunks.
+
+        Returns:
+            this lane's part of S C for each of its rows.
         """
         R, width = self.fold_rows, self.chunks * self.vec
+        dots = []
         for f in cutlass.range_constexpr(self.rows // R):
             acc = cute.make_rmem_tensor((width, R), Float32)
             for i in cutlass.range_constexpr(R):
@@ -148,9 +114,7 @@ class ReplayTile:
                     for v in cutlass.range_constexpr(self.vec):
                         acc[c * self.vec + v, i] = values[v] * decay
             for j in cutlass.range(pos + 1, unroll=1):
-                scaled = cute.make_rmem_tensor((R,), Float32)
-                cute.autovec_copy(cute.local_tile(sScaled[None, j], (R,), (group * (self.rows // R) + f,)),
-                                  scaled)
+                scaled = load_scaled(j, f)
                 for c in cutlass.range_constexpr(self.chunks):
                     b = device.load_f32(ring_chunk(j, c), self.vec, ring_dtype)
                     for i in cutlass.range_constexpr(R):
@@ -159,9 +123,9 @@ class ReplayTile:
                         for v in cutlass.range_constexpr(self.vec):
                             acc[c * self.vec + v, i] = new[v]
             for i in cutlass.range_constexpr(R):
-                self.store_state(acc[None, i], gState[self.row(f * R + i, group), None], lane_in_group)
-            dots = [device.dot([acc[v, i] for v in range(width)], C, self.packed) for i in range(R)]
-            self.store_row_sums(dots, Float32(1.0), lane_in_group, group, f * R, sRow)
+                self.store_state(acc[None, i], store_tile(f * R + i), lane_in_group)
+                dots.append(device.dot([acc[v, i] for v in range(width)], C, self.packed))
+        return dots
 
     def store_state(self, values, gRow, lane_in_group):
         """Round one row's fp32 values to the state dtype, to nearest, and store them."""

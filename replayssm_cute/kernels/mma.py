@@ -1,0 +1,87 @@
+"""Warp-level tensor-core products of a few 2-byte rows with a vector, exact to fp32.
+
+An ``m16n8k16`` product has eight result columns where a matrix-vector product needs one. The
+spare columns are put to two uses:
+
+* A vector that does not fit the operands' type is split into parts (high, low) that do; each part
+  takes a column, and the columns' sums are added in fp32.
+* The 16-byte chunks of a row are handed to the k axis in two orders, natural and with neighbouring
+  64-byte blocks swapped; even rows use one, odd rows the other, each with its own columns. Rows
+  whose stride is a multiple of 128 bytes are then read from shared memory without bank conflicts.
+
+Lane layout (g = lane // 4, q = lane % 4): a lane loads chunks of rows g and g + 8; of the result it
+holds columns 2q and 2q + 1 of these two rows. The columns that fit row g are those of lanes with
+q % 2 == g % 2.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+K_BLOCK = 32          # elements of a row that one pair of products takes: four lanes x 8
+CHUNK = 8             # elements of a 16-byte load
+LOW_SHIFT = 12        # an fp16 low part is stored times 2^12, to stay clear of fp16's subnormals
+
+
+def mma(dtype, a, b, acc):
+    """acc + A B for one m16n8k16 product; a: 4, b: 2 packed registers, acc: 4 Float32."""
+    t = "bf16" if dtype is cutlass.BFloat16 else "f16"
+    return cute.arch.inline_ptx(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{t}.{t}.f32 "
+        "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, "
+        "{{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4, read_only_args=[*a, *b, *acc])
+
+
+def load_transposed(pointer):
+    """Four 8x8 matrices of 2-byte elements, transposed; lane l names row l % 8 of matrix l // 8."""
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4, read_only_args=[pointer])
+
+
+def chunk(row, block, swap, q):
+    """The lane's 16-byte chunk of a k block of a row, as four packed registers."""
+    fragment = cute.make_rmem_tensor((CHUNK,), row.element_type)
+    cute.autovec_copy(cute.local_tile(row, (CHUNK,), ((block ^ swap) * (K_BLOCK // CHUNK) + q,)), fragment)
+    packed = cute.recast_tensor(fragment, Uint32)
+    return [packed[i] for i in range(4)]
+
+
+def rows_times_vector(low_row, high_row, vector, length, lane):
+    """Products of 16 rows with a vector, k accumulated in fp32.
+
+    Args:
+        low_row, high_row: this lane's rows g and g + 8, of ``length`` 2-byte elements.
+        vector: the part of the vector that column g takes; of the rows' type.
+        length: a multiple of 64.
+
+    Returns:
+        four Float32: rows g, g, g + 8, g + 8 with columns 2q, 2q + 1, 2q, 2q + 1.
+    """
+    g, q = lane // 4, lane % 4
+    row_swap, column_swap = g % 2, (g // 2) % 2
+    even, odd = [Float32(0.0)] * 4, [Float32(0.0)] * 4
+    for block in range(length // K_BLOCK):
+        lo, hi = chunk(low_row, block, row_swap, q), chunk(high_row, block, row_swap, q)
+        v = chunk(vector, block, column_swap, q)
+        even = mma(low_row.element_type, (lo[0], hi[0], lo[1], hi[1]), v[:2], even)
+        odd = mma(low_row.element_type, (lo[2], hi[2], lo[3], hi[3]), v[2:], odd)
+    return [a + b for a, b in zip(even, odd)]
+
+
+def power_of_two(largest):
+    """(s, 1/s) with s the power of two at or below a positive Float32.
+
+    s is 0 for subnormal arguments, infinite for infinite ones and NaNs.
+    """
+    bits = cutlass.Int32(_bits(largest)) & Int32(0x7F800000)
+    return _float(bits), _float(Int32(0x7F000000) - bits)
+
+
+def _bits(value):
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
+def _float(bits):
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
