@@ -1,0 +1,126 @@
+"""Measured launch choices per device, and the rule by which a problem finds its row.
+
+A file holds the rows of one operation, head shape, state dtype and device; its name says which:
+``op=mamba2_decode,headdim=64,dstate=128,state_dtype=float16,device_name=NVIDIA_H200.json``.
+Shipped files lie in ``replayssm_cute/tuned``. ``REPLAYSSM_TUNED_DIR`` names a folder of the
+user's own files; it is read once, at the first lookup. The format is described in
+docs/registry.md.
+
+The lookup rule. Nothing in it depends on time, order of files or on who asks, so two ranks that
+see the same files always read the same row:
+
+1. The operation, headdim, dstate and state dtype are exactly those of the problem. A user's row
+   replaces the shipped row of the same device, nheads, ngroups, buffer_len and batch, whole.
+2. The device is the one ``replayssm_cute.registry.devices.nearest`` names: itself; else another
+   name of the same product; else a donor of its family. A row of another device is *borrowed*.
+   Devices are never mixed.
+3. Among the rows of that device, in this order: heads per group as near as possible (the
+   same, where a row has it), buffer_len as near as possible, batch * nheads as near as possible.
+   Heads per group and batch * nheads compare by ratio, that is by distance in log2, in
+   exact arithmetic.
+4. Ties: the larger buffer_len (its launch holds the smaller ring too), then the smaller
+   batch * nheads, then the smaller nheads, then the smaller ngroups.
+
+A file that is malformed, or whose name does not match its content, is skipped with one warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+from replayssm_cute.arch import Arch
+from replayssm_cute.errors import RegistryError
+from replayssm_cute.registry import devices
+from replayssm_cute.registry.tuned_file import (
+    Provenance,
+    TunedEntry,
+    TunedFile,
+    TunedRow,
+    file_name,
+    load_file,
+    write_rows,
+)
+from replayssm_cute.types import Mamba2Problem
+
+__all__ = ["Provenance", "TunedEntry", "TunedFile", "TunedRow", "clear_cache", "file_name",
+           "load_file", "lookup", "rows_for", "write_rows"]
+
+log = logging.getLogger("replayssm_cute")
+
+USER_FOLDER_VARIABLE = "REPLAYSSM_TUNED_DIR"
+SHIPPED_FOLDER = Path(__file__).parents[1] / "tuned"
+
+
+def lookup(op: str, problem: Mamba2Problem, batch: int, arch: Arch) -> TunedRow | None:
+    """The row that serves a problem by the rule of this module; None where the registry has none.
+
+    Rows were measured with bf16 inputs and are used for every input type; a backend whose launch
+    does not fit falls back to its own choice.
+
+    Args:
+        op: operation, for example ``"mamba2_decode"``.
+        problem: geometry of the rank, buffer_len and state dtype count.
+        batch: rows of the step.
+        arch: the device.
+    """
+    return min(rows_for(op, problem, arch), key=functools.partial(_distance, problem, batch),
+               default=None)
+
+
+def rows_for(op: str, problem: Mamba2Problem, arch: Arch) -> tuple[TunedRow, ...]:
+    """All rows that rules 1 and 2 leave to choose from."""
+    g = problem.geometry
+    shape = (op, g.headdim, g.dstate, str(problem.state_dtype).removeprefix("torch."))
+    by_device = _tables().get(shape, {})
+    device = devices.nearest(arch.name, by_device)
+    if device is None:
+        return ()
+    return tuple(replace(row, borrowed=device != arch.name) for row in by_device[device].values())
+
+
+def _distance(problem: Mamba2Problem, batch: int, row: TunedRow) -> tuple[Fraction | int, ...]:
+    """Rules 3 and 4 as a sort key; no two rows of a device share it."""
+    g, work = problem.geometry, row.batch * row.nheads
+    return (_ratio(row.nheads // row.ngroups, g.heads_per_group),
+            abs(row.buffer_len - problem.buffer_len), -row.buffer_len,
+            _ratio(work, batch * g.nheads), work, row.nheads, row.ngroups)
+
+
+def _ratio(a: int, b: int) -> Fraction:
+    return Fraction(max(a, b), max(1, min(a, b)))
+
+
+@functools.cache
+def _tables() -> dict[tuple[str, int, int, str], dict[str, dict[tuple[int, ...], TunedRow]]]:
+    """All rows by shape, device and row key; the user's folder is laid over the shipped one."""
+    tables: dict[tuple[str, int, int, str], dict[str, dict[tuple[int, ...], TunedRow]]] = {}
+    for path in _files():
+        try:
+            file = load_file(path)
+        except RegistryError as error:
+            log.warning("tuned file skipped: %s", error)
+            continue
+        rows = tables.setdefault(file.shape, {}).setdefault(file.provenance.device, {})
+        rows.update((row.key, row) for row in file.rows)
+    return tables
+
+
+def _files() -> list[Path]:
+    """Shipped files, then the user's, each in the order of their names."""
+    found = sorted(SHIPPED_FOLDER.glob("*.json"))
+    user = os.environ.get(USER_FOLDER_VARIABLE)
+    if user:
+        if not Path(user).is_dir():
+            log.warning("%s=%s is not a folder; only shipped rows are used", USER_FOLDER_VARIABLE, user)
+        found += sorted(Path(user).glob("*.json"))
+    return found
+
+
+def clear_cache() -> None:
+    """Forget what was read, so that the next lookup reads the folders again (for tests and tuners)."""
+    _tables.cache_clear()
