@@ -22,7 +22,8 @@ class Workload:
         inputs: x, dt, A, B, C, D, dt_bias, out, by argument name.
         phases: L pairs (write_pos, is_flush); in phase k row i is at (offset_i + k) mod L, so one
             pass over all phases is a whole ring cycle in which every row flushes once.
-        indices: (batch,) slots, a random permutation of 1..batch; slot 0 is the null block.
+        indices: (batch,) slots, a random permutation of 1..batch; slot 0 is the null block. All
+            pools share it, as the layers of a model do.
     """
 
     geometry: Mamba2Geometry
@@ -31,7 +32,7 @@ class Workload:
     pools: list[Mamba2Pool]
     inputs: dict[str, Tensor]
     phases: list[tuple[Tensor, Tensor]]
-    indices: list[Tensor]
+    indices: Tensor
 
     @property
     def flushes(self) -> int:
@@ -43,7 +44,7 @@ class Workload:
         i, p = self.inputs, self.pools[pool]
         pos, flush = self.phases[phase]
         return (p.state, i["x"], i["dt"], i["A"], i["B"], i["C"], i["D"], i["dt_bias"], None,
-                p.x_cache, p.dt_cache, p.B_cache, pos, flush, self.indices[pool], 0, i["out"])
+                p.x_cache, p.dt_cache, p.B_cache, pos, flush, self.indices, 0, i["out"])
 
 
 def make_workload(geometry: Mamba2Geometry, batch: int, state_dtype: torch.dtype, buffer_len: int = 16,
@@ -80,5 +81,5 @@ def make_workload(geometry: Mamba2Geometry, batch: int, state_dtype: torch.dtype
     for phase in range(L):
         pos = (offset + phase) % L
         phases.append((pos.to(device, torch.int32), (pos == L - 1).to(device, torch.int8)))
-    indices = [(torch.randperm(batch) + 1).to(device, torch.int32) for _ in pools]
+    indices = (torch.randperm(batch) + 1).to(device, torch.int32)
     return Workload(g, L, batch, pools, inputs, phases, indices)

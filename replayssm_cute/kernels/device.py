@@ -115,7 +115,7 @@ def softplus(d):
     its relative accuracy, which the hardware logarithm of 1 + u does not.
     """
     u = cute.math.exp2(absolute(d) * (-LOG2E), fastmath=True)
-    s = u / (u + 2.0)
+    s = u * cute.arch.rcp_approx(u + 2.0)
     q = s * s
     series = Float32(1.0 / 15.0)
     for k in (13, 11, 9, 7, 5, 3, 1):
@@ -126,4 +126,4 @@ def softplus(d):
 
 def silu(z):
     """z * sigmoid(z)."""
-    return z / (1.0 + cute.math.exp2(z * (-LOG2E), fastmath=True))
+    return z * cute.arch.rcp_approx(1.0 + cute.math.exp2(z * (-LOG2E), fastmath=True))

@@ -20,6 +20,7 @@ from replayssm_cute.kernels.mamba2_tile import LANE_BITS, ReplayTile, load_scala
 
 
 GROUP_BITS = (8, 16)            # lane groups of a warp
+FOLD_REGISTERS = 64             # fp32 accumulators a thread keeps while it folds
 
 
 class Mamba2RegisterKernel(ReplayTile):
@@ -29,6 +30,8 @@ class Mamba2RegisterKernel(ReplayTile):
         super().__init__(problem, config, target)
         self.passes = -(-self.L // self.groups)                    # ring entries of a lane group
         self.x_lane = self.tile_p // LANES                         # x values of a lane
+        self.fold_rows = next(r for r in range(self.rows, 0, -1)
+                              if self.rows % r == 0 and r * self.chunks * self.vec <= FOLD_REGISTERS)
 
     @cute.jit
     def __call__(self, mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
@@ -94,7 +97,7 @@ class Mamba2RegisterKernel(ReplayTile):
                 dots = self.fold(
                     lambda i, c: device.to_f32(rState[None, c, i], self.vec),
                     lambda j, f: self.scaled_rows(sScaled[None, j], f, group),
-                    lambda j, c: self.chunk(sB[None, j], c, r), Float32,
+                    lambda j, c: self.chunk(sB[None, j], c, r),
                     lambda i: gState[self.row(i, group), None], C, decay, pos, r)
                 self.store_row_sums(dots, Float32(1.0), r, group, sRow)
                 cute.arch.sync_threads()
@@ -248,3 +251,51 @@ class Mamba2RegisterKernel(ReplayTile):
         if owner:
             for i in cutlass.range_constexpr(len(sums)):
                 sRow[(offset + i) * self.groups + group] = sums[i] * scale
+
+    @cute.jit
+    def fold(self, load_state, load_scaled, ring_chunk, store_tile, C, decay, pos, lane_in_group):
+        """Fold the window into the checkpoint and store it.
+
+        Register tile of fold_rows x (chunks * vec): every B value that is loaded serves fold_rows
+        FMAs. The dots with C come from the fp32 accumulators, before they are rounded.
+
+        Args:
+            load_state: (row i, chunk c) -> state values as Float32.
+            load_scaled: (entry j, block f) -> fold_rows values s_j x_j of rows f * fold_rows...
+            ring_chunk: (entry j, chunk c) -> shared-memory tile of B_j in fp32.
+            store_tile: row i -> global row of N elements that is overwritten.
+            C: this lane's C values, in the order of the chunks.
+
+        Returns:
+            this lane's part of S C for each of its rows.
+        """
+        R, width = self.fold_rows, self.chunks * self.vec
+        dots = []
+        for f in cutlass.range_constexpr(self.rows // R):
+            acc = cute.make_rmem_tensor((width, R), Float32)
+            for i in cutlass.range_constexpr(R):
+                for c in cutlass.range_constexpr(self.chunks):
+                    values = load_state(f * R + i, c)
+                    for v in cutlass.range_constexpr(self.vec):
+                        acc[c * self.vec + v, i] = values[v] * decay
+            for j in cutlass.range(pos + 1, unroll=1):
+                scaled = load_scaled(j, f)
+                for c in cutlass.range_constexpr(self.chunks):
+                    b = device.load_f32(ring_chunk(j, c), self.vec, Float32)
+                    for i in cutlass.range_constexpr(R):
+                        old = [acc[c * self.vec + v, i] for v in range(self.vec)]
+                        new = device.fma(b, [scaled[i]] * self.vec, old, self.packed)
+                        for v in cutlass.range_constexpr(self.vec):
+                            acc[c * self.vec + v, i] = new[v]
+            for i in cutlass.range_constexpr(R):
+                self.store_state(acc[None, i], store_tile(f * R + i), lane_in_group)
+                dots.append(device.dot([acc[v, i] for v in range(width)], C, self.packed))
+        return dots
+
+    def store_state(self, values, gRow, lane_in_group):
+        """Round one row's fp32 values to the state dtype, to nearest, and store them."""
+        for c in range(self.chunks):
+            rounded = cute.make_rmem_tensor((self.vec,), self.state_dtype)
+            exact = cute.local_tile(values, (self.vec,), (c,))
+            rounded.store(exact.load().to(self.state_dtype))
+            cute.autovec_copy(rounded, self.chunk(gRow, c, lane_in_group))

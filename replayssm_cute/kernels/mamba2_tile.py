@@ -1,4 +1,4 @@
-"""What the two Mamba2 replay kernels share: the window's weights, the fold, the epilogue.
+"""What the two Mamba2 replay kernels share: the window's weights and the epilogue.
 
 Eight lanes form a lane group. A group reads a row of N elements as chunks c * 8 + lane of one vector
 load each, so that it takes whole 128-byte lines; dots over a row are reduced over its lanes.
@@ -18,7 +18,6 @@ CUTE_DTYPES = {torch.float32: cutlass.Float32, torch.float16: cutlass.Float16,
                torch.bfloat16: cutlass.BFloat16, torch.int32: cutlass.Int32,
                torch.int64: cutlass.Int64, torch.int8: cutlass.Int8, torch.bool: cutlass.Boolean}
 LANE_BITS = (1, 2, 4)           # lanes of a group
-FOLD_REGISTERS = 64             # fp32 accumulators a thread keeps while it folds
 
 
 class ReplayTile:
@@ -42,8 +41,6 @@ class ReplayTile:
         self.vec = state_vector(problem, config)
         self.chunks = self.N // (LANES * self.vec)
         self.dt_parts = -(-self.L // 32)                           # dt ring entries of a lane
-        self.fold_rows = next(r for r in range(self.rows, 0, -1)
-                              if self.rows % r == 0 and r * self.chunks * self.vec <= FOLD_REGISTERS)
 
     def chunk(self, row_tensor, c, lane_in_group):
         """Chunk c of a row of N elements: what one lane loads at once."""
@@ -86,54 +83,6 @@ class ReplayTile:
         for k in range(1, self.dt_parts):
             value = device.select(j < 32 * k, value, cute.arch.shuffle_sync(s[k], j % 32))
         return value
-
-    @cute.jit
-    def fold(self, load_state, load_scaled, ring_chunk, ring_dtype, store_tile, C, decay, pos, lane_in_group):
-        """Fold the window into the checkpoint and store it.
-
-        Register tile of fold_rows x (chunks * vec): every B value that is loaded serves fold_rows
-        FMAs. The dots with C come from the fp32 accumulators, before they are rounded.
-
-        Args:
-            load_state: (row i, chunk c) -> state values as Float32.
-            load_scaled: (entry j, block f) -> fold_rows values s_j x_j of rows f * fold_rows...
-            ring_chunk: (entry j, chunk c) -> shared-memory tile of B_j, of ``ring_dtype``.
-            store_tile: row i -> global row of N elements that is overwritten.
-            C: this lane's C values, in the order of the chunks.
-
-        Returns:
-            this lane's part of S C for each of its rows.
-        """
-        R, width = self.fold_rows, self.chunks * self.vec
-        dots = []
-        for f in cutlass.range_constexpr(self.rows // R):
-            acc = cute.make_rmem_tensor((width, R), Float32)
-            for i in cutlass.range_constexpr(R):
-                for c in cutlass.range_constexpr(self.chunks):
-                    values = load_state(f * R + i, c)
-                    for v in cutlass.range_constexpr(self.vec):
-                        acc[c * self.vec + v, i] = values[v] * decay
-            for j in cutlass.range(pos + 1, unroll=1):
-                scaled = load_scaled(j, f)
-                for c in cutlass.range_constexpr(self.chunks):
-                    b = device.load_f32(ring_chunk(j, c), self.vec, ring_dtype)
-                    for i in cutlass.range_constexpr(R):
-                        old = [acc[c * self.vec + v, i] for v in range(self.vec)]
-                        new = device.fma(b, [scaled[i]] * self.vec, old, self.packed)
-                        for v in cutlass.range_constexpr(self.vec):
-                            acc[c * self.vec + v, i] = new[v]
-            for i in cutlass.range_constexpr(R):
-                self.store_state(acc[None, i], store_tile(f * R + i), lane_in_group)
-                dots.append(device.dot([acc[v, i] for v in range(width)], C, self.packed))
-        return dots
-
-    def store_state(self, values, gRow, lane_in_group):
-        """Round one row's fp32 values to the state dtype, to nearest, and store them."""
-        for c in range(self.chunks):
-            rounded = cute.make_rmem_tensor((self.vec,), self.state_dtype)
-            exact = cute.local_tile(values, (self.vec,), (c,))
-            rounded.store(exact.load().to(self.state_dtype))
-            cute.autovec_copy(rounded, self.chunk(gRow, c, lane_in_group))
 
     def finish(self, y, x, D, z):
         """y + D x, times silu(z); Nones are left out."""

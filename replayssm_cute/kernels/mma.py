@@ -21,10 +21,15 @@ from cutlass import Float32, Int32, Uint32
 K_BLOCK = 32          # elements of a row that one pair of products takes: four lanes x 8
 CHUNK = 8             # elements of a 16-byte load
 LOW_SHIFT = 12        # an fp16 low part is stored times 2^12, to stay clear of fp16's subnormals
+PARTS = 3             # bf16 parts that carry an fp32 value
 
 
 def mma(dtype, a, b, acc):
-    """acc + A B for one m16n8k16 product; a: 4, b: 2 packed registers, acc: 4 Float32."""
+    """acc + A B for one m16n8k16 product; a: 4, b: 2 packed registers, acc: 4 Float32.
+
+    A lane's a: rows g, g + 8, g, g + 8 at k = 2q, 2q, 2q + 8, 2q + 8 and one more; b: column g at
+    k = 2q, 2q + 8 and one more; acc: row g columns 2q, 2q + 1, then row g + 8.
+    """
     t = "bf16" if dtype is cutlass.BFloat16 else "f16"
     return cute.arch.inline_ptx(
         f"mma.sync.aligned.m16n8k16.row.col.f32.{t}.{t}.f32 "
@@ -68,6 +73,40 @@ def rows_times_vector(low_row, high_row, vector, length, lane):
         even = mma(low_row.element_type, (lo[0], hi[0], lo[1], hi[1]), v[:2], even)
         odd = mma(low_row.element_type, (lo[2], hi[2], lo[3], hi[3]), v[2:], odd)
     return [a + b for a, b in zip(even, odd)]
+
+
+def split(value):
+    """An fp32 value as the sum of three bf16 values, exact up to 2^-24 of it."""
+    parts = []
+    for _ in range(PARTS):
+        parts.append(value.to(cutlass.BFloat16))
+        value = value - parts[-1].to(Float32)
+    return parts
+
+
+def split_packed(values):
+    """``split`` of an even number of values: PARTS lists of packed registers."""
+    n = len(values)
+    rest = cute.make_rmem_tensor((n,), Float32)
+    for i in range(n):
+        rest[i] = values[i]
+    parts = []
+    for _ in range(PARTS):
+        part = cute.make_rmem_tensor((n,), cutlass.BFloat16)
+        part.store(rest.load().to(cutlass.BFloat16))
+        rest.store(rest.load() - part.load().to(Float32))
+        packed = cute.recast_tensor(part, Uint32)
+        parts.append([packed[i] for i in range(n // 2)])
+    return parts
+
+
+def unpack(registers):
+    """Packed bf16 registers as Float32, low half first."""
+    packed = cute.make_rmem_tensor((len(registers),), Uint32)
+    for i, register in enumerate(registers):
+        packed[i] = register
+    halves = cute.recast_tensor(packed, cutlass.BFloat16)
+    return [halves[i].to(Float32) for i in range(2 * len(registers))]
 
 
 def power_of_two(largest):
