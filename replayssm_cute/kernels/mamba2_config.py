@@ -131,11 +131,22 @@ def _resident(problem: Mamba2Problem, config: Mamba2Config, target: Target) -> S
     smem = smem_bytes(problem, config)
     if smem > SMEM_PER_CTA or config.min_ctas * (smem + 1024) > target.smem_per_sm:
         return Support(False, f"{config.min_ctas} CTAs of {smem} bytes of shared memory do not fit")
-    threads = config.threads + (64 if config.design == "bulk" else 0)
-    # 80 registers a thread is the least the kernels were seen to need without spilling much.
-    if config.min_ctas * threads > min(2048, REGISTERS_PER_SM // 80):
-        return Support(False, f"{config.min_ctas} CTAs of {threads} threads do not fit")
+    warps = config.threads // 32 + (2 if config.design == "bulk" else 0)
+    # Each of the four schedulers holds a quarter of the registers and its share of the warps.
+    registers = REGISTERS_PER_SM // 4 // (32 * -(-config.min_ctas * warps // 4))
+    needed = _registers(problem, config)
+    if config.min_ctas * warps > 64 or registers < needed:
+        return Support(False, f"{config.min_ctas} CTAs leave {registers} of {needed} registers a thread")
     return SUPPORTED
+
+
+def _registers(problem: Mamba2Problem, config: Mamba2Config) -> int:
+    """Registers a thread needs to stay clear of spills, as seen in the compiled kernels."""
+    if config.design == "bulk":
+        return 96
+    passes = -(-problem.buffer_len * LANES // config.threads)
+    per_pass = problem.geometry.dstate // LANES * problem.act_dtype.itemsize // 2
+    return 144 + (passes - 1) * per_pass
 
 
 def default_config(problem: Mamba2Problem, batch: int, target: Target) -> Mamba2Config | None:
@@ -161,7 +172,7 @@ def _ranked(problem: Mamba2Problem, batch: int, target: Target) -> list[Mamba2Co
     tile_p = max((t for t in range(16, 129, 16) if g.headdim % t == 0 and t * g.dstate <= MAX_TILE),
                  default=g.headdim)
     items = batch * g.nheads * (g.headdim // tile_p)
-    plans = ((2, 2), (2, 1), (1, 2), (1, 1)) if fp32 else ((3, 2), (2, 2), (1, 2), (1, 1))
+    plans = ((2, 2), (2, 1), (1, 2), (1, 1)) if fp32 else ((3, 2), (2, 3), (2, 2), (1, 2), (1, 1))
     bulk = [Mamba2Config("bulk", tile_p, 2 * tile_p, min_ctas=ctas, stages=stages,
                          evict_first=items <= 128 * 64) for ctas, stages in plans]
     return register + bulk if items <= 8 * 64 else bulk + register
