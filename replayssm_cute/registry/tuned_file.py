@@ -212,7 +212,7 @@ _ROW = {
     "per_step_us": AMOUNT.or_null(), "copy_percent": AMOUNT.or_null(),
 }
 _CONFIG = Check("an object of finite numbers, strings and booleans", lambda value: isinstance(value, dict)
-                and all(isinstance(v, str) or isinstance(v, (bool, int, float)) and math.isfinite(v)
+                and all(isinstance(v, str) or (isinstance(v, (bool, int, float)) and math.isfinite(v))
                         for v in value.values()))
 _RUNNER_UP = {"config": _CONFIG, "us": AMOUNT}
 _ENTRY = {**_RUNNER_UP, "runner_up": OBJECT.or_null()}
