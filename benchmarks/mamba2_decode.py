@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.timing import copy_bandwidth, provenance, same_size_us, time_graph
-from benchmarks.workload import Workload, make_workload
+from replayssm_tune.timing import copy_bandwidth, provenance, same_size_us, time_graph
+from replayssm_tune.workload import Workload, make_workload
 from replayssm_cute import arch as archs
 from replayssm_cute import dispatch
 from replayssm_cute.layout import mamba2_step_bytes

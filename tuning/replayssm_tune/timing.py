@@ -93,7 +93,7 @@ def provenance(bandwidth: float) -> dict[str, Any]:
         "sms": properties.multi_processor_count, "torch": torch.__version__,
         "triton": triton.__version__, "python": platform.python_version(),
         "cuda": torch.version.cuda, "copy_gbps": round(bandwidth / 1e9, 1),
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")}
     try:
         import cutlass
         info["cutlass_dsl"] = cutlass.__version__

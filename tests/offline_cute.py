@@ -1,0 +1,75 @@
+"""Compile CuTe kernels for a target without a GPU and report what is in the machine code.
+
+Run as ``python tests/offline_cute.py TARGET``: the DSL fixes its architecture when it is first
+imported, so every target needs a process of its own. Prints one JSON object a line.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from replayssm_cute.kernels.mamba2 import compile_mamba2
+from replayssm_cute.kernels.mamba2_config import Mamba2Config, default_config
+from replayssm_cute.kernels.targets import TARGETS
+from replayssm_cute.types import Mamba2Geometry, Mamba2Problem
+
+STATES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def make_problem(shape: tuple[int, int, int, int], state: torch.dtype, buffer_len: int = 16,
+                 act: torch.dtype = torch.bfloat16, **changes: object) -> Mamba2Problem:
+    options = {"dt_bias_dtype": torch.bfloat16, "D_dtype": torch.bfloat16, **changes}
+    return Mamba2Problem(Mamba2Geometry(*shape), buffer_len, state, act, act, act, torch.int8, torch.int32,
+                         **options)
+
+
+def problems() -> list[tuple[Mamba2Problem, int]]:
+    """(problem, batch): every served head shape, dtype and design, and the odd corners."""
+    shapes = [(64, 64, 128, 8), (96, 80, 128, 8), (48, 64, 256, 1), (32, 128, 256, 2), (80, 64, 64, 1),
+              (24, 32, 64, 1)]
+    found = [(make_problem(shape, state), batch) for shape in shapes for state in STATES for batch in (1, 512)]
+    f16, f32 = torch.float16, torch.float32
+    found += [(make_problem((64, 64, 128, 8), f32, 5), 1), (make_problem((64, 64, 128, 8), f16, 36), 512),
+              (make_problem((48, 64, 256, 1), f16, 64), 1), (make_problem((14, 64, 128, 1), f16, 1), 1),
+              (make_problem((64, 64, 128, 8), f32, act=f32, D_tied=False, has_z=True), 64),
+              (make_problem((64, 64, 128, 8), f16, has_z=True, D_tied=False, index_ndim=2), 64),
+              (make_problem((64, 64, 128, 8), f16, state_align=16, D_dtype=None, dt_bias_dtype=None), 1)]
+    return found
+
+
+def disassemble(cubin: Path) -> tuple[str, list[str]]:
+    """(resource line, instructions with their modifiers) of the only kernel of a cubin."""
+    tool = shutil.which("cuobjdump") or next(
+        str(p) for p in Path(sys.prefix).glob("lib/python*/site-packages/nvidia/cu*/bin/cuobjdump"))
+
+    def run(option: str) -> str:
+        return subprocess.run([tool, option, str(cubin)], capture_output=True, text=True, check=True).stdout
+
+    resources = next(line for line in run("--dump-resource-usage").splitlines() if "REG:" in line)
+    return resources, re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)",
+                                 run("--dump-sass"), re.M)
+
+
+def report(problem: Mamba2Problem, config: Mamba2Config, target: str) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as folder:
+        compile_mamba2(problem, config, target, TARGETS[target].sms, f"--keep-cubin --dump-dir {folder}")
+        resources, opcodes = disassemble(next(Path(folder).glob("*.cubin")))
+    numbers = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", resources)}
+    return {"geometry": str(problem.geometry), "state": str(problem.state_dtype), "L": problem.buffer_len,
+            "config": asdict(config), **numbers, "opcodes": dict(Counter(opcodes))}
+
+
+if __name__ == "__main__":
+    target = TARGETS[sys.argv[1]]
+    for problem, batch in problems():
+        config = default_config(problem, batch, target)
+        assert config is not None, problem
+        print(json.dumps(report(problem, config, target.name)), flush=True)
