@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from replayssm_tune.timing import copy_bandwidth, provenance, same_size_us, time_graph
 from replayssm_tune.workload import Workload, make_workload
+
 from replayssm_cute import arch as archs
 from replayssm_cute import dispatch
 from replayssm_cute.layout import mamba2_step_bytes

@@ -57,9 +57,10 @@ def get(target: str, key: tuple[Any, ...], build: Callable[[], Any]) -> Callable
             ``repr`` must be stable across processes.
         build: compiles it; called at most once per key across processes that share the folder.
     """
-    found = _memory.get((target, *key))
+    whole = (target, *key)
+    found = _memory.get(whole)
     if found is None:
-        found = _memory[target, *key] = _from_disk(target, key, build)
+        found = _memory[whole] = _from_disk(target, key, build)
     return found
 
 
@@ -79,7 +80,7 @@ def _from_disk(target: str, key: tuple[Any, ...], build: Callable[[], Any]) -> C
                 return loaded
     except OSError as error:
         log.warning("kernel cache %s cannot be used (%s); compiling for this process only", path, error)
-    return build()  # type: ignore[no-any-return]
+    return build()
 
 
 def _load(path: Path) -> Callable[..., Any] | None:
@@ -88,7 +89,7 @@ def _load(path: Path) -> Callable[..., Any] | None:
     try:
         module = load_module(str(path), enable_tvm_ffi=True)
         _modules.append(module)
-        return getattr(module, _SYMBOL)  # type: ignore[no-any-return]
+        return getattr(module, _SYMBOL)
     except Exception as error:
         log.warning("kernel cache entry %s is damaged (%s); compiling it anew", path, error)
         return None

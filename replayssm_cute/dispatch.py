@@ -49,7 +49,7 @@ def backend_module(name: str) -> Backend:
     """The adapter of a backend; importing it touches no compiler and no driver."""
     if name not in BACKENDS:
         raise ArgumentError("backend", " or ".join(map(repr, BACKENDS)), repr(name))
-    return importlib.import_module(f"replayssm_cute.backends.{name}")  # type: ignore[return-value]
+    return importlib.import_module(f"replayssm_cute.backends.{name}")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from replayssm_cute.kernels.compat import SmemAllocator
 from replayssm_cute.kernels.mamba2_config import LANES
 from replayssm_cute.kernels.mamba2_tile import LANE_BITS, ReplayTile, load_scalars, load_slot
 
-
 GROUP_BITS = (8, 16)            # lane groups of a warp
 FOLD_REGISTERS = 64             # fp32 accumulators a thread keeps while it folds
 
