@@ -242,6 +242,8 @@ def test_the_architecture_decides_before_the_model_type() -> None:
     assert read_config(without(GRANITE, "architectures")).model_type == "granitemoehybrid"
     with pytest.raises(UnsupportedError, match="Mamba1"):
         read_config({**NANO_30B, "architectures": ["JambaForCausalLM"]})
+    with pytest.raises(UnsupportedError, match="Mamba1"):
+        read_config({"architectures": ["JambaForCausalLM"], "text_config": NANO_30B})
 
 
 @pytest.mark.parametrize(("config", "reason"), [

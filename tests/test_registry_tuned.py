@@ -165,6 +165,7 @@ def test_order_in_the_file_is_irrelevant(folders: Folders) -> None:
     ("NVIDIA_H100_80GB_HBM3", ["NVIDIA_H200"], "NVIDIA_H200"),
     ("NVIDIA_GH200_480GB", ["NVIDIA_H200", "NVIDIA_H100_80GB_HBM3"], "NVIDIA_H200"),
     ("NVIDIA_H100_PCIe", ["NVIDIA_H200", "NVIDIA_H100_NVL"], "NVIDIA_H100_NVL"),
+    ("NVIDIA_H100_PCIe", ["NVIDIA_H100_NVL", "NVIDIA_H100_80GB_HBM3"], "NVIDIA_H100_80GB_HBM3"),
     ("NVIDIA_B200", ["NVIDIA_GB200", "NVIDIA_B300_SXM6_AC", "NVIDIA_H200"], None),
     ("NVIDIA_H200", ["NVIDIA_H100_80GB_HBM3", "NVIDIA_B200"], None),
     ("NVIDIA_H200_MIG_1g.18gb", ["NVIDIA_H200"], None),
@@ -331,3 +332,15 @@ def test_shipped_files_are_sound_and_canonical() -> None:
         assert tuned.load_file(path).rows
         rows = [json.dumps(r, sort_keys=True) for r in content["rows"]]
         assert all(line in path.read_text() for line in rows), f"{path} was not written by write_rows"
+
+
+def test_the_example_of_the_page_is_a_sound_file(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "registry.md").read_text()
+    path = tmp_path / next(line.strip() for line in page.splitlines() if line.startswith("    op="))
+    path.write_text(page.split("```json\n")[1].split("```")[0])
+    example = tuned.load_file(path)
+    assert example.rows[0].fastest() == "cute" and "cute 23.1 us, triton 27.5 us" in example.rows[0].describe()
+    content = json.loads(path.read_text())
+    before = path.read_bytes()
+    tuned.write_rows(path, content["provenance"], content["rows"])
+    assert path.read_bytes() == before
