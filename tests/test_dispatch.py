@@ -87,12 +87,15 @@ def test_hopper_takes_what_was_measured_as_faster(fake: Fake, monkeypatch: pytes
                                                   triton_us: float, first: str) -> None:
     entries = {"cute": SimpleNamespace(us=cute_us, config={"a": 1}), "triton": SimpleNamespace(us=triton_us, config={"b": 2})}
     row = SimpleNamespace(backends=entries, fastest=lambda: min(entries, key=lambda k: entries[k].us),
-                          describe=lambda: "a row")
+                          describe=lambda: "a row", measured=True)
     monkeypatch.setattr(tuned, "lookup", lambda *args: row)
     assert order(gpu(9, 0))[0] == first
     assert order(gpu(10, 0))[0] == "cute", "on Blackwell the choice is fixed"
     dispatch.prepare(PROBLEM, 64, on(monkeypatch, gpu(9, 0)))
     assert fake.configs[first] == entries[first].config, "the tuned config reaches the backend"
+    row.measured = False  # predicted, or borrowed from another device
+    dispatch.candidates.cache_clear()
+    assert order(gpu(9, 0))[0] == "triton"
 
 
 def test_automatic_choice_falls_through_with_one_warning(fake: Fake, monkeypatch: pytest.MonkeyPatch,
