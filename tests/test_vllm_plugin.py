@@ -84,8 +84,30 @@ def forget_engine() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "vllm"}
 
 
+class Lines(logging.Handler):
+    """What the engine's logger prints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def engine_log() -> Iterator[Lines]:
+    logger, handler = logging.getLogger("vllm"), Lines()
+    before = logger.handlers, logger.propagate, logger.level
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.handlers, logger.propagate = before[:2]
+    logger.setLevel(before[2])
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_log: Lines) -> Iterator[Engine]:
     real = forget_engine()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("REPLAYSSM_DISABLE", raising=False)
@@ -98,22 +120,13 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     sys.modules.update(real)
 
 
-@pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
-    """What the engine's own logger prints at its usual level."""
-    logger = logging.getLogger("vllm")
-    caplog.set_level(logging.INFO, "vllm")
-    yield lambda: [r.getMessage() for r in caplog.records if r.name == "replayssm_cute"]
-    assert not logger.handlers
-
-
 # When it patches
 
-def test_patches_when_the_engine_imports_its_layer(engine: Engine, lines: Any) -> None:
+def test_patches_when_the_engine_imports_its_layer(engine: Engine, engine_log: Lines) -> None:
     plugin.register()
     assert not [m for m in sys.modules if m.startswith("vllm.")], "a plugin must not import the engine early"
     assert engine.patched() == (True, True)
-    assert lines() == [f"replayssm_cute: patched vLLM's {UPDATE} and {INITIALIZE}"]
+    assert engine_log.lines == [f"replayssm_cute: patched vLLM's {UPDATE} and {INITIALIZE}"]
     assert "CALLS" in inspect.getsource(engine.mixer), "the module keeps a loader that knows its source"
 
 
@@ -131,14 +144,14 @@ def test_on_a_gpu_only_the_step_is_patched(engine: Engine) -> None:
     assert engine.patched() == (True, False)
 
 
-def test_is_idempotent(engine: Engine, lines: Any) -> None:
+def test_is_idempotent(engine: Engine, engine_log: Lines) -> None:
     plugin.register()
     plugin.register()
     assert sum(isinstance(f, plugin.OnImport) for f in sys.meta_path) == 1
     step = getattr(engine.mixer, UPDATE)
     plugin.register()
     assert getattr(engine.mixer, UPDATE) is step
-    assert len(lines()) == 1
+    assert len(engine_log.lines) == 1
 
 
 def test_is_reversible(engine: Engine) -> None:
@@ -180,7 +193,7 @@ def test_a_later_patch_of_someone_else_is_kept(engine: Engine) -> None:
     ({"version": "0.34.0"}, "version 0.34.0"),
 ])
 @pytest.mark.parametrize("loaded", [False, True])
-def test_all_or_nothing(engine: Engine, lines: Any, change: dict[str, str], reason: str,
+def test_all_or_nothing(engine: Engine, engine_log: Lines, change: dict[str, str], reason: str,
                         loaded: bool) -> None:
     engine.write(**change)
     if loaded:
@@ -189,25 +202,25 @@ def test_all_or_nothing(engine: Engine, lines: Any, change: dict[str, str], reas
     assert all(getattr(module, name).__module__ != plugin.__name__
                for module in (engine.mixer, engine.dispatch, engine.runner)
                for name in (UPDATE, INITIALIZE) if hasattr(module, name))
-    line, = lines()
+    line, = engine_log.lines
     assert line.startswith("replayssm_cute: vLLM left alone: ") and reason in line
     plugin.register()
-    assert len(lines()) == 1, "the engine calls it several times, one line is enough"
+    assert len(engine_log.lines) == 1, "the engine calls it several times, one line is enough"
 
 
 @pytest.mark.parametrize("source", ["raise ImportError('broken')", "import nothing_of_this_name", ""])
-def test_never_raises_whatever_the_engine_is(engine: Engine, lines: Any, source: str) -> None:
+def test_never_raises_whatever_the_engine_is(engine: Engine, engine_log: Lines, source: str) -> None:
     (engine.root / "vllm" / "__init__.py").write_text(source)
     plugin.register()
-    assert "left alone" in lines()[0]
+    assert "left alone" in engine_log.lines[0]
 
 
-def test_an_engine_that_fails_to_import_its_layer_says_so_itself(engine: Engine, lines: Any) -> None:
+def test_an_engine_that_fails_to_import_its_layer_says_so_itself(engine: Engine, engine_log: Lines) -> None:
     plugin.register()
     engine.write(update="raise KeyError('of the engine')\ndef f()")
     with pytest.raises(KeyError, match="of the engine"):
         _ = engine.mixer
-    assert lines() == []
+    assert engine_log.lines == []
     engine.write()
     assert engine.patched() == (True, True)
 
@@ -235,6 +248,19 @@ def test_the_logger_is_given_back(engine: Engine) -> None:
     plugin.register()
     plugin.unregister()
     assert (plugin.log.handlers, plugin.log.level, plugin.log.propagate) == ([], logging.NOTSET, True)
+
+
+def test_lines_reach_an_engine_that_sets_up_its_log_later(engine: Engine, engine_log: Lines) -> None:
+    logging.getLogger("vllm").handlers = []
+    plugin.register()
+    logging.getLogger("vllm").handlers = [engine_log]
+    assert engine.patched() and engine_log.lines
+
+
+def test_lines_obey_the_level_of_the_engine(engine: Engine, engine_log: Lines) -> None:
+    logging.getLogger("vllm").setLevel(logging.WARNING)
+    plugin.register()
+    assert engine.patched() and not engine_log.lines
 
 
 # Who serves
@@ -276,7 +302,7 @@ def test_the_signature_is_ours_without_the_backend(step: Any) -> None:
         [p for name, p in ours.parameters.items() if name != "backend"]
 
 
-def test_on_a_cpu_the_pytorch_backend_serves(engine: Engine, step: Any, lines: Any) -> None:
+def test_on_a_cpu_the_pytorch_backend_serves(engine: Engine, step: Any, engine_log: Lines) -> None:
     before = dispatch.served[dispatch.OP, "torch"]
     for write_pos, flush in ((0, 0), (1, 0), (2, 1)):
         arguments = step_arguments()
@@ -290,8 +316,8 @@ def test_on_a_cpu_the_pytorch_backend_serves(engine: Engine, step: Any, lines: A
             torch.testing.assert_close(arguments[name], expected[name], rtol=1e-2, atol=1e-3)
     assert dispatch.served[dispatch.OP, "torch"] == before + 3
     assert engine.mixer.CALLS == []
-    assert lines()[1:] == ["replayssm_cute: serving Mamba2 4x8x16/2, state float32, inputs bfloat16, L=4 on "
-                           "CPU with the torch backend"]
+    assert engine_log.lines[1:] == ["replayssm_cute: serving Mamba2 4x8x16/2, state float32, inputs "
+                                    "bfloat16, L=4 on CPU with the torch backend"]
 
 
 def test_on_a_cpu_bad_arguments_raise_here(engine: Engine, step: Any) -> None:
@@ -327,8 +353,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     ("triton", {"enable_stochastic_rounding": True, "cache_philox_rounds": 5}, "enable_stochastic_rounding"),
     ("triton", {"max_cache_len": 5}, "x_cache: expected shape"),
 ])
-def test_what_is_not_ours_goes_to_the_engine(engine: Engine, step: Any, gpu: Gpu, lines: Any, backend: str,
-                                             change: dict[str, Any], reason: str) -> None:
+def test_what_is_not_ours_goes_to_the_engine(engine: Engine, step: Any, gpu: Gpu, engine_log: Lines,
+                                             backend: str, change: dict[str, Any], reason: str) -> None:
     gpu.backend = backend
     arguments = step_arguments("meta") | change
     for _ in range(3):
@@ -336,11 +362,11 @@ def test_what_is_not_ours_goes_to_the_engine(engine: Engine, step: Any, gpu: Gpu
     assert gpu.asked <= 1
     assert len(engine.mixer.CALLS) == 3
     assert all(engine.mixer.CALLS[0][name] is value for name, value in arguments.items())
-    line, = lines()[1:]
+    line, = engine_log.lines[1:]
     assert line.startswith("replayssm_cute: left to vLLM's own kernel") and reason in line
 
 
-def test_the_decision_is_made_once_a_problem(engine: Engine, step: Any, gpu: Gpu, lines: Any,
+def test_the_decision_is_made_once_a_problem(engine: Engine, step: Any, gpu: Gpu, engine_log: Lines,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mamba2, UPDATE, functools.wraps(getattr(mamba2, UPDATE))(lambda *args: "ours"))
     arguments = step_arguments("meta", rows=7)
@@ -350,7 +376,7 @@ def test_the_decision_is_made_once_a_problem(engine: Engine, step: Any, gpu: Gpu
     assert gpu.asked == 1
     assert step(**step_arguments("meta", L=5)) == "ours"
     assert gpu.asked == 2
-    assert [line.partition("serving ")[2] for line in lines()[1:]] == [
+    assert [line.partition("serving ")[2] for line in engine_log.lines[1:]] == [
         f"Mamba2 4x8x16/2, state float32, inputs bfloat16, L={L} on CPU with the triton backend"
         for L in (4, 5)]
 
