@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from replayssm_cute import dispatch
-from replayssm_cute.errors import ArgumentError, UnsupportedError
+from replayssm_cute.errors import ArgumentError
+from replayssm_cute.rounding import check_rounds, default_seed_state
 from replayssm_cute.types import Mamba2Problem
 from replayssm_cute.validate import mamba2_problem
 
@@ -26,7 +27,7 @@ def selective_state_update_replayssm_output_only(
     is_flush: Tensor | None = None, max_cache_len: int = 16,
     state_batch_indices: Tensor | None = None, null_block_id: int = 0,
     out: Tensor | None = None, enable_stochastic_rounding: bool = False,
-    cache_philox_rounds: int = 0, *, backend: str | None = None,
+    cache_philox_rounds: int = 0, *, rand_seed: Tensor | None = None, backend: str | None = None,
 ) -> Tensor:
     """One decode token per batch row: ``y = S C + D x`` with S kept as checkpoint plus ring.
 
@@ -35,7 +36,7 @@ def selective_state_update_replayssm_output_only(
     ring row w and the checkpoint stays; with a flush the folded state replaces the checkpoint
     and nothing is appended (the caller's next cursor is 0). ``y`` always comes from the unrounded
     fp32 state. The signature is that of the function of the same name in vLLM 0.32 and 0.33;
-    ``backend`` is ours. Method: ReplaySSM on the SSM recurrence of arXiv:2405.21060.
+    ``rand_seed`` and ``backend`` are ours. Method: ReplaySSM on the SSM recurrence of arXiv:2405.21060.
 
     Args:
         state: (slots, H, P, N) checkpoints, fp32, fp16 or bf16. Caller's; changed in place on a
@@ -58,8 +59,11 @@ def selective_state_update_replayssm_output_only(
             A row whose slot is ``null_block_id`` or negative is padding: it changes nothing, not
             even ``out``. Two live rows of a batch never name the same slot.
         out: (batch, H, P) in the dtype of ``x``. Caller's; written.
-        enable_stochastic_rounding: not available yet; True raises.
-        cache_philox_rounds: rounds of its random generator; ignored without it.
+        enable_stochastic_rounding: round the stored checkpoint stochastically (``rounding``); fp16
+            and bf16 only.
+        cache_philox_rounds: rounds of its random generator, 1 to 16; 0 means 10.
+        rand_seed: (8,) int64 of ``rounding.seed_state``. Caller's; every launch, also of a captured
+            graph, advances its step. None takes a state of this package, one a device.
         backend: ``"cute"``, ``"triton"`` or ``"torch"`` to insist on one; None chooses.
 
     Returns:
@@ -67,17 +71,20 @@ def selective_state_update_replayssm_output_only(
 
     Raises:
         ArgumentError: an argument breaks the contract; nothing was changed.
-        UnsupportedError: the named backend cannot serve this problem, or none can.
+        UnsupportedError: the named backend cannot serve this problem, or none can; or an fp32
+            checkpoint is to be rounded stochastically.
     """
+    rounds = 0
     if enable_stochastic_rounding:
-        raise UnsupportedError("enable_stochastic_rounding", "stochastic rounding of the "
-                               "checkpoint is not available in this version")
+        rounds = check_rounds(cache_philox_rounds)
+        if rand_seed is None and isinstance(state, Tensor):
+            rand_seed = default_seed_state(state.device)
     args = (state, x, dt, A, B, C, D, dt_bias, z, x_cache, dt_cache, B_cache, write_pos, is_flush,
-            state_batch_indices, null_block_id, out)
+            state_batch_indices, null_block_id, out, rand_seed if rounds else None)
     try:
         key = (state.device, state.dtype, state.shape, x.dtype, B.shape, dt.dtype,
                D is None, dt_bias is None, z is None, dt_softplus, is_flush.dtype,  # type: ignore[union-attr]
-               max_cache_len, state_batch_indices.dtype, backend)  # type: ignore[union-attr]
+               max_cache_len, state_batch_indices.dtype, rounds, backend)  # type: ignore[union-attr]
         launch = _fast.get(key)
     except (AttributeError, TypeError):
         launch = None  # something is not a tensor: the boundary says what
@@ -89,7 +96,7 @@ def selective_state_update_replayssm_output_only(
             return out  # type: ignore[return-value]
         except (TypeError, ValueError):
             pass  # other strides, alignment or dtypes than this launch was compiled for
-    launch = _resolve(args, dt_softplus, max_cache_len, batch, backend)
+    launch = _resolve(args, dt_softplus, max_cache_len, rounds, batch, backend)
     if launch is not None:
         dispatch.served[dispatch.OP, launch.backend] += 1
         if launch.self_checking:
@@ -97,17 +104,17 @@ def selective_state_update_replayssm_output_only(
     return out  # type: ignore[return-value]
 
 
-def _resolve(args: tuple[Any, ...], dt_softplus: bool, max_cache_len: int, batch: int,
+def _resolve(args: tuple[Any, ...], dt_softplus: bool, max_cache_len: int, rounds: int, batch: int,
              backend: str | None) -> dispatch.Launch | None:
     """Validate, choose and run; launches are kept by the validated signature."""
-    signature = (dt_softplus, max_cache_len, backend, args[15], *(
+    signature = (dt_softplus, max_cache_len, rounds, backend, args[15], *(
         (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 32) if isinstance(t, Tensor) else t
         for t in args[:15] + args[16:]))
     launch = _checked.get(signature)
     if launch is not None:
         launch.call(*args)
         return launch
-    problem = mamba2_problem(*args, dt_softplus=dt_softplus, max_cache_len=max_cache_len)
+    problem = mamba2_problem(*args, dt_softplus=dt_softplus, max_cache_len=max_cache_len, philox_rounds=rounds)
     if batch == 0:
         return None
     launch = dispatch.run(problem, batch, args[0].device, backend, args)

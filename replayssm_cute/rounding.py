@@ -51,6 +51,35 @@ def check_state_dtype(dtype: torch.dtype) -> None:
                                f"a {dtype} checkpoint drops no bits; it takes a float16 or bfloat16 one")
 
 
+def seed_state(seed: int, device: torch.device | str, *, step: int = 0, first_head: int = 0,
+               total_heads: int = 0) -> Tensor:
+    """The generator's state on the device: (8,) int64, the caller's; every launch adds 1 to the step.
+
+    Launches that share a state must be ordered, as launches on one stream are. It advances also when
+    a captured graph is replayed. From (seed, step) every draw can be reproduced.
+
+    Args:
+        seed: 64-bit key.
+        step: launches to count as made.
+        first_head, total_heads: the rank's first head and the layer's heads over all ranks, where a
+            layer is split; a draw then does not depend on the split. 0 heads: the rank has them all.
+    """
+    words = [seed & (1 << 64) - 1, step, 0, first_head, total_heads, 0, 0, 0]
+    signed = [w - (1 << 64) if w >= 1 << 63 else w for w in words]
+    return torch.tensor(signed, dtype=torch.int64, device=device)
+
+
+_default_states: dict[torch.device, Tensor] = {}
+
+
+def default_seed_state(device: torch.device) -> Tensor:
+    """The state of callers that bring none: one a device, seeded by torch's seed at its first use."""
+    state = _default_states.get(device)
+    if state is None:
+        state = _default_states[device] = seed_state(torch.initial_seed(), device)
+    return state
+
+
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int],
                rounds: int = DEFAULT_ROUNDS) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32 on int64 tensors that hold unsigned 32-bit words.

@@ -109,6 +109,7 @@ class Mamba2Problem:
         D_tied: ``D`` is one value per head (stride 0 over P).
         has_z: the output gate is applied.
         dt_softplus: softplus is applied to dt.
+        philox_rounds: rounds of the generator that rounds the stored checkpoint; 0 rounds to nearest.
         state_align: greatest power of two, at most 32, that divides the byte address of every
             row of the state pool.
         row_align: the same, at most 16, over the rows of activations, ``x_cache`` and ``B_cache``.
@@ -129,6 +130,7 @@ class Mamba2Problem:
     D_tied: bool = True
     has_z: bool = False
     dt_softplus: bool = True
+    philox_rounds: int = 0
     state_align: int = 32
     row_align: int = 16
     dt_align: int = 16

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from replayssm_cute.errors import ArgumentError
 from replayssm_cute.layout import MAX_BUFFER_LEN, mamba2_ring_shapes
+from replayssm_cute.rounding import ELEMENTS_PER_CALL, check_rounds, check_state_dtype
 from replayssm_cute.types import Mamba2Geometry, Mamba2Problem
 
 STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -84,7 +85,8 @@ def mamba2_problem(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C
                    x_cache: Tensor | None, dt_cache: Tensor | None, B_cache: Tensor | None,
                    write_pos: Tensor | None, is_flush: Tensor | None,
                    state_batch_indices: Tensor | None, null_block_id: int, out: Tensor | None,
-                   *, dt_softplus: bool, max_cache_len: int) -> Mamba2Problem:
+                   rand_seed: Tensor | None = None, *, dt_softplus: bool, max_cache_len: int,
+                   philox_rounds: int = 0) -> Mamba2Problem:
     """The problem that the arguments of a Mamba2 step pose. Shapes: ``replayssm_cute.mamba2``.
 
     Raises:
@@ -126,6 +128,8 @@ def mamba2_problem(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C
     _row_vector("write_pos", write_pos, batch, (torch.int32,), device)
     flush = _row_vector("is_flush", is_flush, batch, (torch.int8, torch.bool), device)
     indices = _indices(state_batch_indices, batch, device)
+    if philox_rounds:
+        _seed(rand_seed, state, philox_rounds)
     if not isinstance(null_block_id, int):
         raise ArgumentError("null_block_id", "an int", type(null_block_id).__name__)
     return Mamba2Problem(
@@ -133,8 +137,17 @@ def mamba2_problem(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C
         state.dtype, x.dtype, rings[0].dtype, dt.dtype, flush.dtype, indices.dtype, indices.dim(),
         None if dt_bias is None else dt_bias.dtype, None if D is None else D.dtype,
         D is None or headdim == 1 or D.stride(1) == 0, z is not None, bool(dt_softplus),
-        _alignment([state], 32), _alignment([x, B, C, out, rings[0], rings[2], *optional], 16),
+        philox_rounds, _alignment([state], 32), _alignment([x, B, C, out, rings[0], rings[2], *optional], 16),
         _alignment([rings[1]], 16))
+
+
+def _seed(value: Tensor | None, state: Tensor, philox_rounds: int) -> None:
+    check_state_dtype(state.dtype)
+    check_rounds(philox_rounds)
+    if state.shape[3] % ELEMENTS_PER_CALL:
+        raise ArgumentError("state", f"a multiple of {ELEMENTS_PER_CALL} columns for stochastic rounding",
+                            state.shape[3])
+    _tensor("rand_seed", value, (8,), (torch.int64,), state.device)
 
 
 def _rings(geometry: Mamba2Geometry, slots: int, max_cache_len: int, device: torch.device,

@@ -19,4 +19,4 @@ def supports(problem: Mamba2Problem, arch: Arch) -> Support:
 
 def prepare(problem: Mamba2Problem, arch: Arch, batch: int,
             config: dict[str, Any] | None) -> Callable[..., object]:
-    return functools.partial(replay_step, dt_softplus=problem.dt_softplus)
+    return functools.partial(replay_step, dt_softplus=problem.dt_softplus, philox_rounds=problem.philox_rounds)

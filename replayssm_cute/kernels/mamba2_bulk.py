@@ -21,7 +21,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from replayssm_cute.kernels import mma
+from replayssm_cute.kernels import mma, rounding
 from replayssm_cute.kernels.compat import SmemAllocator
 from replayssm_cute.kernels.mamba2_consumer import Consumer
 from replayssm_cute.kernels.mamba2_scorer import Scorer
@@ -56,24 +56,25 @@ class Mamba2BulkKernel(Scorer, Consumer, ReplayTile):
 
     @cute.jit
     def __call__(self, mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
-                 mIndices, null_block_id: Int32, mOut, stream):
+                 mIndices, null_block_id: Int32, mOut, mSeed, stream):
         items = mX.shape[0] * (self.H * self.tiles)
         rounds = (items + self.ctas - 1) // self.ctas
         self.kernel(mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
-                    mIndices, null_block_id, mOut, items).launch(
+                    mIndices, null_block_id, mOut, mSeed, items).launch(
             # As few CTAs as take no more rounds: all of them then end together.
             grid=((items + rounds - 1) // rounds, 1, 1), block=(self.threads + 64, 1, 1),
             stream=stream, min_blocks_per_mp=self.config.min_ctas, preferred_smem_carveout=100)
 
     @cute.kernel
     def kernel(self, mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
-               mIndices, null_block_id, mOut, items):
+               mIndices, null_block_id, mOut, mSeed, items):
         tid, _, _ = cute.arch.thread_idx()
         first, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tid // 32)
         count = (items - first + step - 1) // step
         s = self.allocate()
+        dice = self.throw_dice(mSeed)
         if tid == 0:
             for i in cutlass.range_constexpr(self.stages):
                 cute.arch.mbarrier_init(s.full + i, 1)
@@ -81,8 +82,11 @@ class Mamba2BulkKernel(Scorer, Consumer, ReplayTile):
                 cute.arch.mbarrier_init(s.empty + i, self.warps + 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        if const_expr(self.stochastic):
+            if tid == 0:
+                rounding.advance(mSeed, step)
         if warp < self.warps:
-            self.consume(s, mState, mD, mZ, mOut, count, tid % 32, warp)
+            self.consume(s, mState, mD, mZ, mOut, dice, count, tid % 32, warp)
         if warp == self.warps + 1:
             self.score(s, mXc, mDtc, mBc, count, tid % 32)
         if warp == self.warps:

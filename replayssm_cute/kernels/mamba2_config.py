@@ -146,7 +146,7 @@ def _registers(problem: Mamba2Problem, config: Mamba2Config) -> int:
         return 96
     passes = -(-problem.buffer_len * LANES // config.threads)
     per_pass = problem.geometry.dstate // LANES * problem.act_dtype.itemsize // 2
-    return 144 + (passes - 1) * per_pass
+    return 144 + (passes - 1) * per_pass + (64 if problem.philox_rounds else 0)
 
 
 def default_config(problem: Mamba2Problem, batch: int, target: Target) -> Mamba2Config | None:

@@ -19,7 +19,7 @@ class Consumer:
     """Mixin of the bulk kernel."""
 
     @cute.jit
-    def consume(self, s, mState, mD, mZ, mOut, count, lane, warp):
+    def consume(self, s, mState, mD, mZ, mOut, dice, count, lane, warp):
         for k in cutlass.range(count, unroll=1):
             stage, phase, m = k % self.stages, (k // self.stages) & 1, k % FACTS
             cute.arch.mbarrier_wait(s.full + stage, phase)
@@ -33,7 +33,7 @@ class Consumer:
                         y, row, mine = self.replay_full(s, stage, phase, m, pos, lane, warp)
                 else:
                     cute.arch.mbarrier_wait(s.scored + stage, phase)
-                    y, row, mine = self.flush(s, mState, stage, m, pos, lane, warp)
+                    y, row, mine = self.flush(s, mState, dice, stage, m, pos, lane, warp)
                 if mine:
                     self.store_output(s, mD, mZ, mOut, stage, m, pos, y, warp * WARP_ROWS + row)
             cute.arch.sync_warp()  # the whole warp has read its part of the stage
@@ -129,7 +129,7 @@ class Consumer:
     # ---- flush ------------------------------------------------------------------------------------
 
     @cute.jit
-    def flush(self, s, mState, stage, m, pos, lane, warp):
+    def flush(self, s, mState, dice, stage, m, pos, lane, warp):
         """Fold the window into the checkpoint; (y, row of the warp, this lane holds it).
 
         A block of 32 columns is four products wide. Column 2q + e of product t is column
@@ -138,8 +138,8 @@ class Consumer:
         """
         g, q = lane // 4, lane % 4
         row = warp * WARP_ROWS + g
-        gState = cute.local_tile(mState[Int64(s.ints[SLOT, m]), s.ints[HEAD, m], None, None],
-                                 (self.tile_p, self.N), (s.ints[TILE, m], 0))
+        slot, head, top = Int64(s.ints[SLOT, m]), s.ints[HEAD, m], s.ints[TILE, m] * self.tile_p
+        gState = cute.local_tile(mState[slot, head, None, None], (self.tile_p, self.N), (s.ints[TILE, m], 0))
         blocks = [self.scaled_x(s, stage, m, t, pos, lane, warp) for t in range(self.entries // 16)]
         decay = s.scales[DECAY, stage]
         dots = cute.make_rmem_tensor((2,), Float32)
@@ -151,7 +151,8 @@ class Consumer:
             for half in cutlass.range_constexpr(2):
                 old = self.eight(s.state[None, row + 8 * half, stage], at, self.state_dtype)
                 new = [old[4 * e + t] * decay + delta[t][2 * half + e] for e in range(2) for t in range(4)]
-                self.store_eight(new, gState[row + 8 * half, None], at)
+                out, = self.rounded(new, dice, (slot, head, top + row + 8 * half, at))
+                cute.autovec_copy(out, cute.local_tile(gState[row + 8 * half, None], (8,), (at,)))
                 dots[half] = dots[half] + device.dot(new, C, self.packed)
         sums, offset, owner = device.reduce_scatter([dots[0], dots[1]], q, (1, 2))
         return sums[0], g + 8 * offset, owner
@@ -185,12 +186,3 @@ class Consumer:
     def eight(self, row, at, dtype):
         """Eight neighbours of a row in shared memory, as Float32."""
         return device.load_f32(cute.local_tile(row, (8,), (at,)), 8, dtype)
-
-    def store_eight(self, values, gRow, at):
-        """Round eight fp32 neighbours of a state row to the state's type, to nearest, and store them."""
-        exact = cute.make_rmem_tensor((8,), Float32)
-        for i in range(8):
-            exact[i] = values[i]
-        rounded = cute.make_rmem_tensor((8,), self.state_dtype)
-        rounded.store(exact.load().to(self.state_dtype))
-        cute.autovec_copy(rounded, cute.local_tile(gRow, (8,), (at,)))

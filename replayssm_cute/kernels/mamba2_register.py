@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from replayssm_cute.kernels import device
+from replayssm_cute.kernels import device, rounding
 from replayssm_cute.kernels.compat import SmemAllocator
 from replayssm_cute.kernels.mamba2_config import LANES
 from replayssm_cute.kernels.mamba2_tile import LANE_BITS, ReplayTile, load_scalars, load_slot
@@ -34,16 +34,16 @@ class Mamba2RegisterKernel(ReplayTile):
 
     @cute.jit
     def __call__(self, mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
-                 mIndices, null_block_id: Int32, mOut, stream):
+                 mIndices, null_block_id: Int32, mOut, mSeed, stream):
         # A carveout must be named with min_blocks_per_mp: the DSL would ask the local GPU for it.
         self.kernel(mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
-                    mIndices, null_block_id, mOut).launch(
+                    mIndices, null_block_id, mOut, mSeed).launch(
             grid=(self.H * self.tiles, mX.shape[0], 1), block=(self.threads, 1, 1), stream=stream,
             min_blocks_per_mp=self.config.min_ctas, preferred_smem_carveout=50)
 
     @cute.kernel
     def kernel(self, mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
-               mIndices, null_block_id, mOut):
+               mIndices, null_block_id, mOut, mSeed):
         tid, _, _ = cute.arch.thread_idx()
         bx, b, _ = cute.arch.block_idx()
         h = bx // self.tiles
@@ -61,11 +61,17 @@ class Mamba2RegisterKernel(ReplayTile):
         sScaled = smem.allocate_tensor(
             Float32, cute.make_layout((self.tile_p, self.L), stride=(1, self.tile_p)), byte_alignment=16)
 
+        dice = self.throw_dice(mSeed)
         slot = Int64(load_slot(mIndices, b))  # 64-bit: slots * H * P * N passes 2^31
         pos = Int32(mPos[b])
         flush = Int32(mFlush[b])
         raw, A = load_scalars(mDt, mDtBias, mA, b, h)
         rC = self.load_rows([mC[b, g, None]], r)
+        if const_expr(self.stochastic):
+            cute.arch.sync_threads()  # all threads have read the step
+            ctas, rows, _ = cute.arch.grid_dim()
+            if tid == 0:
+                rounding.advance(mSeed, ctas * rows)
         if slot != Int64(null_block_id) and slot >= 0:
             gState = cute.local_tile(mState[slot, h, None, None], (self.tile_p, self.N), (tile, 0))
             dt_ring, rB, rX = self.load_window(mDtc[slot, h, None], mBc[slot, g, None, None],
@@ -97,7 +103,8 @@ class Mamba2RegisterKernel(ReplayTile):
                     lambda i, c: device.to_f32(rState[None, c, i], self.vec),
                     lambda j, f: self.scaled_rows(sScaled[None, j], f, group),
                     lambda j, c: self.chunk(sB[None, j], c, r),
-                    lambda i: gState[self.row(i, group), None], C, decay, pos, r)
+                    lambda i, values: self.store_row(values, gState, dice, slot, h, tile, self.row(i, group), r),
+                    C, decay, pos)
                 self.store_row_sums(dots, Float32(1.0), r, group, sRow)
                 cute.arch.sync_threads()
                 if tid < self.tile_p:
@@ -252,7 +259,7 @@ class Mamba2RegisterKernel(ReplayTile):
                 sRow[(offset + i) * self.groups + group] = sums[i] * scale
 
     @cute.jit
-    def fold(self, load_state, load_scaled, ring_chunk, store_tile, C, decay, pos, lane_in_group):
+    def fold(self, load_state, load_scaled, ring_chunk, store_row, C, decay, pos):
         """Fold the window into the checkpoint and store it.
 
         Register tile of fold_rows x (chunks * vec): every B value that is loaded serves fold_rows
@@ -262,7 +269,7 @@ class Mamba2RegisterKernel(ReplayTile):
             load_state: (row i, chunk c) -> state values as Float32.
             load_scaled: (entry j, block f) -> fold_rows values s_j x_j of rows f * fold_rows...
             ring_chunk: (entry j, chunk c) -> shared-memory tile of B_j in fp32.
-            store_tile: row i -> global row of N elements that is overwritten.
+            store_row: (row i, its new values) -> stores them.
             C: this lane's C values, in the order of the chunks.
 
         Returns:
@@ -287,14 +294,22 @@ class Mamba2RegisterKernel(ReplayTile):
                         for v in cutlass.range_constexpr(self.vec):
                             acc[c * self.vec + v, i] = new[v]
             for i in cutlass.range_constexpr(R):
-                self.store_state(acc[None, i], store_tile(f * R + i), lane_in_group)
-                dots.append(device.dot([acc[v, i] for v in range(width)], C, self.packed))
+                values = [acc[v, i] for v in range(width)]
+                store_row(f * R + i, values)
+                dots.append(device.dot(values, C, self.packed))
         return dots
 
-    def store_state(self, values, gRow, lane_in_group):
-        """Round one row's fp32 values to the state dtype, to nearest, and store them."""
+    def store_row(self, values, gState, dice, slot, h, tile, row, r):
+        """Round a thread's part of a state row and store it, chunk by chunk."""
         for c in range(self.chunks):
-            rounded = cute.make_rmem_tensor((self.vec,), self.state_dtype)
-            exact = cute.local_tile(values, (self.vec,), (c,))
-            rounded.store(exact.load().to(self.state_dtype))
-            cute.autovec_copy(rounded, self.chunk(gRow, c, lane_in_group))
+            chunk = values[c * self.vec:(c + 1) * self.vec]
+            out = cute.make_rmem_tensor((self.vec,), self.state_dtype)
+            if self.vec < 8:  # fp32: nothing is rounded
+                for v in range(self.vec):
+                    out[v] = chunk[v]
+            else:
+                first = (c * LANES + r) * (self.vec // 8)
+                place = (slot, h, tile * self.tile_p + row, first)
+                for i, eight in enumerate(self.rounded(chunk, dice, place)):
+                    cute.autovec_copy(eight, cute.local_tile(out, (8,), (i,)))
+            cute.autovec_copy(out, self.chunk(gState[row, None], c, r))

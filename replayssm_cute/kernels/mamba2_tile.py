@@ -9,7 +9,7 @@ import cutlass.cute as cute
 import torch
 from cutlass import Float32, const_expr
 
-from replayssm_cute.kernels import device
+from replayssm_cute.kernels import device, rounding
 from replayssm_cute.kernels.mamba2_config import LANES, Mamba2Config, state_vector
 from replayssm_cute.kernels.targets import Target
 from replayssm_cute.types import Mamba2Problem
@@ -18,6 +18,7 @@ CUTE_DTYPES = {torch.float32: cutlass.Float32, torch.float16: cutlass.Float16,
                torch.bfloat16: cutlass.BFloat16, torch.int32: cutlass.Int32,
                torch.int64: cutlass.Int64, torch.int8: cutlass.Int8, torch.bool: cutlass.Boolean}
 LANE_BITS = (1, 2, 4)           # lanes of a group
+SEED_WORDS = 8                  # int64 words of the generator's state
 
 
 class ReplayTile:
@@ -33,7 +34,8 @@ class ReplayTile:
         self.L, self.ratio = problem.buffer_len, g.heads_per_group
         self.state_dtype = CUTE_DTYPES[problem.state_dtype]
         self.act_dtype = CUTE_DTYPES[problem.act_dtype]
-        self.packed = target.packed_fma
+        self.packed, self.hardware_rounding = target.packed_fma, target.stochastic_cvt
+        self.stochastic = problem.philox_rounds > 0
         self.tile_p, self.threads = config.tile_p, config.threads
         self.tiles = self.P // self.tile_p
         self.warps, self.groups = self.threads // 32, self.threads // LANES
@@ -83,6 +85,33 @@ class ReplayTile:
         for k in range(1, self.dt_parts):
             value = device.select(j < 32 * k, value, cute.arch.shuffle_sync(s[k], j % 32))
         return value
+
+    def throw_dice(self, mSeed):
+        """The launch's random words; None where the checkpoint is rounded to nearest."""
+        if not self.stochastic:
+            return None
+        return rounding.Dice(mSeed, self.H, self.P, self.N, self.problem.philox_rounds)
+
+    def rounded(self, values, dice, place):
+        """Fragments of eight of the state's type from eight-fold fp32 values.
+
+        Args:
+            place: (slot, head, row of the head, first chunk of eight), all that a draw depends on.
+        """
+        fragments = []
+        for i in range(len(values) // 8):
+            eight = values[8 * i:8 * i + 8]
+            if dice is None:
+                exact = cute.make_rmem_tensor((8,), Float32)
+                for k in range(8):
+                    exact[k] = eight[k]
+                fragments.append(cute.make_rmem_tensor((8,), self.state_dtype))
+                fragments[-1].store(exact.load().to(self.state_dtype))
+            else:
+                slot, head, row, chunk = place
+                fragments.append(rounding.round_eight(eight, dice.words(slot, head, row, chunk + i),
+                                                      self.state_dtype, self.hardware_rounding))
+        return fragments
 
     def finish(self, y, x, D, z):
         """y + D x, times silu(z); Nones are left out."""
@@ -138,7 +167,8 @@ def fake_arguments(problem: Mamba2Problem) -> list[object]:
         rows(act, G, L, N, first=slots, align=16),
         fake(cutlass.Int32, (cute.sym_int(),), (1,)),
         fake(CUTE_DTYPES[problem.flush_dtype], (cute.sym_int(),), (1,)),
-        indices, cutlass.Int32(0), rows(act, H, P, first=batch, align=16)]
+        indices, cutlass.Int32(0), rows(act, H, P, first=batch, align=16),
+        fake(cutlass.Int64, (SEED_WORDS,), (1,)) if problem.philox_rounds else None]
 
 
 def load_scalars(mDt, mDtBias, mA, b, h):

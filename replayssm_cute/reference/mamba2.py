@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from replayssm_cute.rounding import random_bits, round_stochastic
+
 SOFTPLUS_THRESHOLD = 20.0
 
 
@@ -88,8 +90,8 @@ def replay_step_naive(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor
                       D: Tensor | None, dt_bias: Tensor | None, z: Tensor | None,
                       x_cache: Tensor, dt_cache: Tensor, B_cache: Tensor, write_pos: Tensor,
                       is_flush: Tensor, state_batch_indices: Tensor, null_block_id: int,
-                      out: Tensor, *, dt_softplus: bool = True,
-                      dtype: torch.dtype = torch.float64) -> Tensor:
+                      out: Tensor, rand_seed: Tensor | None = None, *, dt_softplus: bool = True,
+                      philox_rounds: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     """The replay step as its specification states it; arguments as in ``replay_step``."""
     nheads, ratio = x.shape[1], x.shape[1] // B.shape[1]
     dts = discretize(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus, dtype)
@@ -111,11 +113,13 @@ def replay_step_naive(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor
                                None if z is None else z[b:b + 1, h:h + 1])
             out[b, h] = y[0, 0].to(out.dtype)
             if flush:
-                state[s, h] = folded.to(state.dtype)
+                slot, head = torch.tensor([s], device=state.device), slice(h, h + 1)
+                state[s, head] = stored(folded[None, None], slot, head, state, rand_seed, philox_rounds)[0]
                 continue
             x_cache[s, h, w], dt_cache[s, h, w] = x[b, h].to(x_cache.dtype), dts[b, h].to(dt_cache.dtype)
             if h % ratio == 0:
                 B_cache[s, g, w] = B[b, g].to(B_cache.dtype)
+    advance(rand_seed)
     return out
 
 
@@ -123,19 +127,17 @@ def replay_step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: T
                 D: Tensor | None, dt_bias: Tensor | None, z: Tensor | None,
                 x_cache: Tensor, dt_cache: Tensor, B_cache: Tensor, write_pos: Tensor,
                 is_flush: Tensor, state_batch_indices: Tensor, null_block_id: int,
-                out: Tensor, *, dt_softplus: bool = True,
-                dtype: torch.dtype = torch.float32) -> Tensor:
+                out: Tensor, rand_seed: Tensor | None = None, *, dt_softplus: bool = True,
+                philox_rounds: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """One token per row by replay, vectorised. Shapes and rules: ``replayssm_cute.mamba2``.
 
-    ``state``, the rings and ``out`` are changed in place; ``dtype`` is that of the arithmetic.
-    It allocates and copies the named states, so it is for machines without a GPU and for tests.
+    ``state``, the rings, ``out`` and ``rand_seed`` are changed in place; ``dtype`` is that of the
+    arithmetic. With ``philox_rounds`` the checkpoint is rounded stochastically; see ``rounding``. It allocates and copies the named states, so it is for machines without a GPU and for tests.
     """
     batch, nheads, headdim = x.shape
     ngroups, dstate, L = B.shape[1], B.shape[2], x_cache.shape[2]
     slots = _slots(state_batch_indices, batch)
     rows = ((slots != null_block_id) & (slots >= 0)).nonzero()[:, 0]
-    if rows.numel() == 0:
-        return out
     slots, w = slots[rows], write_pos[:batch][rows].long()
     flush = is_flush[:batch][rows].bool()
 
@@ -173,11 +175,33 @@ def replay_step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: T
         folded = (scaled @ Bs[flush]).view(-1, nheads, headdim, dstate) \
             + decay[flush][..., None, None] * state[slots[flush]].to(dtype)
         y[flush] = (by_group(folded).flatten(2, 3) @ Cg[flush]).view(-1, nheads, headdim)
-        state[slots[flush]] = folded.to(state.dtype)
+        state[slots[flush]] = stored(folded, slots[flush], slice(None), state, rand_seed, philox_rounds)
     out[rows] = _skip_and_gate(y, x[rows], D, None if z is None else z[rows]).to(out.dtype)
 
     s, p, r = slots[read], w[read], rows[read]
     x_cache[s, :, p] = x[r].to(x_cache.dtype)
     dt_cache[s, :, p] = dt_cur[read].to(dt_cache.dtype)
     B_cache[s, :, p] = B[r].to(B_cache.dtype)
+    advance(rand_seed)
     return out
+
+
+def stored(folded: Tensor, slots: Tensor, heads: slice, state: Tensor, rand_seed: Tensor | None,
+           philox_rounds: int) -> Tensor:
+    """Folded states (rows, heads, P, N) as the pool stores them: rounded to nearest, or by ``rounding``."""
+    if not philox_rounds:
+        return folded.to(state.dtype)
+    assert rand_seed is not None
+    seed, step, _, first, total, *_ = rand_seed.tolist()
+    _, H, P, N = state.shape
+    head = first + torch.arange(H, device=state.device)[heads]
+    inside = torch.arange(P * N, device=state.device).view(P, N)
+    position = ((slots * (total or H))[:, None] + head)[:, :, None, None] * (P * N) + inside
+    bits = random_bits(position, seed, step, state.dtype, philox_rounds)
+    return round_stochastic(folded.float(), bits, state.dtype)
+
+
+def advance(rand_seed: Tensor | None) -> None:
+    """Count the launch, so that the next one draws other words."""
+    if rand_seed is not None:
+        rand_seed[1] += 1

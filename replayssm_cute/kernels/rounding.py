@@ -1,0 +1,111 @@
+"""Stochastic rounding on the device: the same bits as ``replayssm_cute.rounding``, its specification.
+
+The random words come from Philox4x32, one call for eight neighbours of the state pool. They are
+used by ``cvt.rs`` where the target has it, else by its software twin.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, Int64, Uint32, Uint64
+
+from replayssm_cute.kernels import device
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+MASK = 0xFFFFFFFF
+SMALLEST_NORMAL = 2.0 ** -14       # of fp16
+# Words of the seed state, int64 each; see ``replayssm_cute.rounding.seed_state``.
+SEED, STEP, ARRIVALS, FIRST_HEAD, TOTAL_HEADS = range(5)
+
+
+class Dice:
+    """The random words of one launch: seed, step, and where this rank's heads lie in the pool."""
+
+    def __init__(self, mSeed, nheads, headdim, dstate, rounds):
+        self.seed, self.step = Uint64(mSeed[SEED]), Uint64(mSeed[STEP])
+        self.first, total = mSeed[FIRST_HEAD], mSeed[TOTAL_HEADS]
+        self.total = Int64(cutlass.select_(total == 0, Int64(nheads), total))
+        self.headdim, self.dstate, self.rounds = headdim, dstate, rounds
+
+    def words(self, slot, head, row, chunk):
+        """Four words for elements 8 chunk .. 8 chunk + 7 of a row of a head's state."""
+        position = ((slot * self.total + self.first + head) * self.headdim + row) * (self.dstate // 8) + chunk
+        return philox4x32(Uint64(position), self.step, self.seed, self.rounds)
+
+
+def philox4x32(low, high, key, rounds):
+    """Four output words of the counter (low, high), 64 bits each, under a 64-bit key."""
+    c = [Uint32(low), Uint32(low >> 32), Uint32(high), Uint32(high >> 32)]
+    k = [Uint32(key), Uint32(key >> 32)]
+    for _ in range(rounds):
+        p0 = Uint64(c[0]) * Uint64(MULTIPLIERS[0])
+        p1 = Uint64(c[2]) * Uint64(MULTIPLIERS[1])
+        c = [Uint32(p1 >> 32) ^ c[1] ^ k[0], Uint32(p1), Uint32(p0 >> 32) ^ c[3] ^ k[1], Uint32(p0)]
+        k = [k[0] + Uint32(WEYL[0]), k[1] + Uint32(WEYL[1])]
+    return c
+
+
+def round_eight(values, words, dtype, hardware):
+    """Eight Float32 under four words -> fragment of eight fp16 or bf16."""
+    out = cute.make_rmem_tensor((8,), dtype)
+    packed = cute.recast_tensor(out, Uint32)
+    for i in range(4):
+        low, high = values[2 * i], values[2 * i + 1]
+        kind = "f16x2" if dtype is Float16 else "bf16x2"
+        if hardware:
+            packed[i] = cute.arch.inline_ptx(
+                f"cvt.rs.satfinite.{kind}.f32 " "{$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32],
+                read_only_args=[high, low, words[i]])
+        elif dtype is Float16:
+            packed[i] = cute.arch.inline_ptx(
+                "cvt.rn.satfinite.f16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32],
+                read_only_args=[to_fp16(high, words[i] >> 16), to_fp16(low, words[i])])
+        else:
+            packed[i] = to_bf16(low, words[i]) >> 16 | to_bf16(high, words[i] >> 16) & Uint32(0xFFFF0000)
+    return out
+
+
+def to_fp16(value, word):
+    """value rounded to 13 bits fewer with the low 13 bits of a word: an fp32 number that fp16 holds.
+
+    Below fp16's smallest normal the value is moved up to it first, rounding towards zero: that aligns
+    the mantissa so that the same 13 bits are the first ones dropped. The move back is exact.
+    """
+    small = device.absolute(value) < SMALLEST_NORMAL
+    sign = bits(value) & Uint32(0x80000000)
+    lift = device.select(small, from_bits(sign | Uint32(0x38800000)), Float32(0.0))
+    lifted = cute.arch.inline_ptx("add.rz.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32],
+                                  read_only_args=[value, lift])
+    cut = (bits(lifted) + (word & Uint32(0x1FFF))) & Uint32(0xFFFFE000)
+    # A zero keeps its sign; a NaN, whose bits may have wrapped, stays one.
+    rounded = from_bits(bits(from_bits(cut) - lift) | sign)
+    return device.select(value != value, value, rounded)
+
+
+def to_bf16(value, word):
+    """value rounded to bf16 with the low 16 bits of a word, in the upper half of a register."""
+    raw = bits(value)
+    magnitude = (raw & Uint32(0x7FFFFFFF)) + (word & Uint32(0xFFFF))
+    finite = Uint32(cutlass.select_(magnitude > Uint32(0x7F7FFFFF), Uint32(0x7F7FFFFF), magnitude))
+    return Uint32(cutlass.select_(value != value, Uint32(0x7FFF0000), finite | raw & Uint32(0x80000000)))
+
+
+@cute.jit
+def advance(mSeed, ctas):
+    """Count this CTA's arrival; the last of ``ctas`` moves the step on, for the next launch.
+
+    One thread calls it after all threads of its CTA have read the step.
+    """
+    arrivals = cute.recast_tensor(mSeed, Int32)
+    before = cute.arch.atomic_add(arrivals.iterator + 2 * ARRIVALS, Int32(1), sem="acq_rel", scope="gpu")
+    if before == ctas - 1:
+        mSeed[ARRIVALS] = Int64(0)
+        mSeed[STEP] = mSeed[STEP] + Int64(1)
+
+
+def bits(value):
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[value])
+
+
+def from_bits(raw):
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[raw])
