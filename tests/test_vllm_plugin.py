@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import logging
@@ -24,7 +23,7 @@ from replayssm_cute.errors import ArgumentError
 from replayssm_cute.integrations import vllm as plugin
 from replayssm_cute.layout import allocate_mamba2_pool
 from replayssm_cute.reference.mamba2 import replay_step_naive
-from replayssm_cute.types import Mamba2Geometry
+from replayssm_cute.types import Mamba2Geometry, Mamba2Problem
 
 UPDATE, INITIALIZE = "selective_state_update_replayssm_output_only", "initialize_mamba_ssu_backend"
 UPDATE_PARAMETERS = (
@@ -296,10 +295,9 @@ def step(engine: Engine) -> Any:
     return getattr(engine.mixer, UPDATE)
 
 
-def test_the_signature_is_ours_without_the_backend(step: Any) -> None:
-    ours = inspect.signature(mamba2.selective_state_update_replayssm_output_only)
-    assert list(inspect.signature(step).parameters.values()) == \
-        [p for name, p in ours.parameters.items() if name != "backend"]
+def test_the_signature_is_ours_but_for_what_is_keyword_only(step: Any) -> None:
+    ours = inspect.signature(mamba2.selective_state_update_replayssm_output_only).parameters.values()
+    assert list(inspect.signature(step).parameters.values()) == [p for p in ours if p.kind != p.KEYWORD_ONLY]
 
 
 def test_on_a_cpu_the_pytorch_backend_serves(engine: Engine, step: Any, engine_log: Lines) -> None:
@@ -331,10 +329,10 @@ class Gpu:
 
     def __init__(self) -> None:
         self.backend = "triton"
-        self.asked = 0
+        self.asked: list[Mamba2Problem] = []
 
-    def warmup(self, problem: object, batches: list[int], device: object) -> list[str]:
-        self.asked += 1
+    def warmup(self, problem: Mamba2Problem, batches: list[int], device: object) -> list[str]:
+        self.asked.append(problem)
         if self.backend == "broken":
             raise OSError("no such library")
         return [self.backend]
@@ -359,7 +357,7 @@ def test_what_is_not_ours_goes_to_the_engine(engine: Engine, step: Any, gpu: Gpu
     arguments = step_arguments("meta") | change
     for _ in range(3):
         assert step(**arguments) == "the engine"
-    assert gpu.asked <= 1
+    assert len(gpu.asked) <= 1
     assert len(engine.mixer.CALLS) == 3
     assert all(engine.mixer.CALLS[0][name] is value for name, value in arguments.items())
     line, = engine_log.lines[1:]
@@ -368,17 +366,28 @@ def test_what_is_not_ours_goes_to_the_engine(engine: Engine, step: Any, gpu: Gpu
 
 def test_the_decision_is_made_once_a_problem(engine: Engine, step: Any, gpu: Gpu, engine_log: Lines,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mamba2, UPDATE, functools.wraps(getattr(mamba2, UPDATE))(lambda *args: "ours"))
+    monkeypatch.setattr(mamba2, UPDATE, lambda *args: "ours")
     arguments = step_arguments("meta", rows=7)
     for rows in (3, 3, 7):
         batch = {name: arguments[name][:rows] for name in ("x", "dt", "B", "C", "out")}
         assert step(**arguments | batch) == "ours"
-    assert gpu.asked == 1
+    assert len(gpu.asked) == 1
     assert step(**step_arguments("meta", L=5)) == "ours"
-    assert gpu.asked == 2
+    assert len(gpu.asked) == 2
     assert [line.partition("serving ")[2] for line in engine_log.lines[1:]] == [
         f"Mamba2 4x8x16/2, state float32, inputs bfloat16, L={L} on CPU with the triton backend"
         for L in (4, 5)]
+
+
+def test_stochastic_rounding_is_passed_on(step: Any, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(mamba2, UPDATE, lambda *args: calls.append(args))
+    arguments = step_arguments("meta")
+    arguments["state"] = arguments["state"].half()
+    step(**arguments, enable_stochastic_rounding=True, cache_philox_rounds=5)
+    step(**arguments)
+    assert [c[-2:] for c in calls] == [(True, 5), (False, 0)]
+    assert [p.philox_rounds for p in gpu.asked] == [5, 0]
 
 
 @pytest.mark.parametrize(("backend", "refused"), [("triton", False), ("flashinfer", True)])

@@ -8,6 +8,7 @@ imported its Mamba2 layer.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import logging
@@ -19,6 +20,7 @@ from torch import Tensor
 from replayssm_cute import arch, dispatch, mamba2
 from replayssm_cute.errors import ReplayError, UnsupportedError
 from replayssm_cute.integrations._patching import Function, OnImport, Patch, Patches
+from replayssm_cute.rounding import check_rounds
 from replayssm_cute.types import SUPPORTED, Mamba2Problem, Support
 from replayssm_cute.validate import mamba2_problem
 
@@ -29,6 +31,8 @@ VERSIONS = ((0, 30), (0, 31), (0, 32), (0, 33))
 MIXER = "vllm.model_executor.layers.mamba.mamba_mixer2"
 DISPATCH = "vllm.model_executor.layers.mamba.ops.ssu_dispatch"
 RUNNER = "vllm.v1.worker.gpu_model_runner"
+
+_PARAMETERS = tuple(inspect.signature(mamba2.selective_state_update_replayssm_output_only).parameters)
 
 
 class _EngineLog(logging.Handler):
@@ -209,6 +213,9 @@ def _first_step(args: tuple[Any, ...]) -> Tensor:
 
 def _problem(args: tuple[Any, ...]) -> Mamba2Problem:
     """The problem that the arguments of the step, in its order, pose."""
-    named = dict(zip(inspect.signature(mamba2.selective_state_update_replayssm_output_only).parameters,
-                     args, strict=False))  # all but ``backend``, which the engine does not know
-    return mamba2_problem(**{n: named[n] for n in inspect.signature(mamba2_problem).parameters})
+    named = dict(zip(_PARAMETERS, args, strict=False))  # all but ours, which the engine does not know
+    asked = inspect.signature(mamba2_problem).parameters
+    problem = mamba2_problem(**{name: value for name, value in named.items() if name in asked})
+    if not named["enable_stochastic_rounding"]:
+        return problem
+    return dataclasses.replace(problem, philox_rounds=check_rounds(named["cache_philox_rounds"]))
