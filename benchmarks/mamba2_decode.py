@@ -40,7 +40,8 @@ def parse_geometry(text: str) -> Mamba2Geometry:
 
 
 def problem_of(w: Workload) -> Mamba2Problem:
-    return mamba2_problem(*w.arguments(0, 0), dt_softplus=True, max_cache_len=w.buffer_len)  # type: ignore[arg-type]
+    return mamba2_problem(*w.arguments(0, 0), dt_softplus=True, max_cache_len=w.buffer_len,  # type: ignore[arg-type]
+                          philox_rounds=w.philox_rounds)
 
 
 def time_replay(w: Workload, backend: str, config: dict[str, Any] | None = None) -> dict[str, Any]:

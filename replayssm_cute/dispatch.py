@@ -85,7 +85,8 @@ def _preference(row: tuned.TunedRow | None, arch: Arch) -> list[tuple[str, str]]
         measured = row is not None and row.measured
         if row is not None and measured and row.fastest() == "cute":
             return [("cute", f"measured as faster: {row.describe()}"), ("triton", "fallback"), last]
-        why = f"measured as faster: {row.describe()}" if row is not None and measured else "no measurement on this device"
+        why = f"measured as faster: {row.describe()}" if row is not None and measured \
+            else "no measurement on this device"
         return [("triton", why), ("cute", "second choice"), last]
     return [("triton", "the CuTe kernels are built for 9.0, 10.0 and 10.3"),
             ("cute", "other architecture"), last]

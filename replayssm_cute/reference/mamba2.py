@@ -132,7 +132,8 @@ def replay_step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: T
     """One token per row by replay, vectorised. Shapes and rules: ``replayssm_cute.mamba2``.
 
     ``state``, the rings, ``out`` and ``rand_seed`` are changed in place; ``dtype`` is that of the
-    arithmetic. With ``philox_rounds`` the checkpoint is rounded stochastically; see ``rounding``. It allocates and copies the named states, so it is for machines without a GPU and for tests.
+    arithmetic. With ``philox_rounds`` the checkpoint is rounded stochastically; see ``rounding``. It
+    allocates and copies the named states, so it is for machines without a GPU and for tests.
     """
     batch, nheads, headdim = x.shape
     ngroups, dstate, L = B.shape[1], B.shape[2], x_cache.shape[2]

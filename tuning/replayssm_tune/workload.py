@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from replayssm_cute.layout import Mamba2Pool, allocate_mamba2_pool, mamba2_state_bytes
+from replayssm_cute.rounding import seed_state
 from replayssm_cute.types import Mamba2Geometry
 
 COLD_BYTES = 250e6  # state bytes of all pools together: four times the L2 of an H200
@@ -24,6 +25,7 @@ class Workload:
             pass over all phases is a whole ring cycle in which every row flushes once.
         indices: (batch,) slots, a random permutation of 1..batch; slot 0 is the null block. All
             pools share it, as the layers of a model do.
+        philox_rounds, rand_seed: of a stochastically rounded checkpoint; 0 and None otherwise.
     """
 
     geometry: Mamba2Geometry
@@ -33,6 +35,8 @@ class Workload:
     inputs: dict[str, Tensor]
     phases: list[tuple[Tensor, Tensor]]
     indices: Tensor
+    philox_rounds: int = 0
+    rand_seed: Tensor | None = None
 
     @property
     def flushes(self) -> int:
@@ -44,11 +48,12 @@ class Workload:
         i, p = self.inputs, self.pools[pool]
         pos, flush = self.phases[phase]
         return (p.state, i["x"], i["dt"], i["A"], i["B"], i["C"], i["D"], i["dt_bias"], None,
-                p.x_cache, p.dt_cache, p.B_cache, pos, flush, self.indices, 0, i["out"])
+                p.x_cache, p.dt_cache, p.B_cache, pos, flush, self.indices, 0, i["out"], self.rand_seed)
 
 
 def make_workload(geometry: Mamba2Geometry, batch: int, state_dtype: torch.dtype, buffer_len: int = 16,
-                  act_dtype: torch.dtype = torch.bfloat16, device: str = "cuda", seed: int = 0) -> Workload:
+                  act_dtype: torch.dtype = torch.bfloat16, philox_rounds: int = 0, device: str = "cuda",
+                  seed: int = 0) -> Workload:
     """Random inputs with trained-like decay, pools filled with noise, a random stagger."""
     gen = torch.Generator(device).manual_seed(seed)
 
@@ -82,4 +87,5 @@ def make_workload(geometry: Mamba2Geometry, batch: int, state_dtype: torch.dtype
         pos = (offset + phase) % L
         phases.append((pos.to(device, torch.int32), (pos == L - 1).to(device, torch.int8)))
     indices = (torch.randperm(batch) + 1).to(device, torch.int32)
-    return Workload(g, L, batch, pools, inputs, phases, indices)
+    rand_seed = seed_state(seed, device) if philox_rounds else None
+    return Workload(g, L, batch, pools, inputs, phases, indices, philox_rounds, rand_seed)
