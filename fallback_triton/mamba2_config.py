@@ -1,0 +1,172 @@
+"""Launch parameters of the Mamba2 Triton kernels: their validity, search space and heuristic.
+
+Nothing here imports Triton, so that a tuner or a registry can read it anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from replayssm_cute.errors import ArgumentError
+from replayssm_cute.types import SUPPORTED, Mamba2Geometry, Mamba2Problem, Support
+
+LINE = 128              # bytes of a row that one load instruction of a warp should cover
+MAX_STATE_PER_THREAD = 160
+MAX_REGISTERS = 255
+
+
+def next_power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Mamba2TritonConfig:
+    """How a program of the Mamba2 kernels splits a head's state.
+
+    Attributes:
+        block_p: rows of the state that a program holds, a power of two.
+        tail_p: further rows behind them, a power of two or 0, so that a head of 80 rows is 64 + 16
+            in one program and not 128 rows of which 48 are masked; only with the head in one program.
+        num_warps: warps of a program.
+        state_n: columns of a state tile (see ``fallback_triton.device``), a power of two.
+        ring_n: the same for B and its ring.
+        fold_n: columns of the state that a flush folds at a time, a power of two.
+        max_registers: limit of registers a thread on NVIDIA, 0 for the compiler's choice. It buys
+            more programs a multiprocessor, that is more bytes in flight.
+    """
+
+    block_p: int
+    tail_p: int = 0
+    num_warps: int = 4
+    state_n: int = 32
+    ring_n: int = 64
+    fold_n: int = 32
+    max_registers: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of a head that one program covers."""
+        return self.block_p + self.tail_p
+
+    def tiles(self, headdim: int) -> int:
+        """Programs of one head."""
+        return -(-headdim // self.rows)
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Mamba2TritonConfig:
+        """Raises ArgumentError on unknown keys or values that are no integers."""
+        known = [f.name for f in fields(cls)]
+        for key, value in values.items():
+            if key not in known or type(value) is not int:
+                raise ArgumentError(f"config[{key!r}]", f"an integer under one of {known}", repr(value))
+        return cls(**values)
+
+
+def state_per_thread(problem: Mamba2Problem, config: Mamba2TritonConfig, warp_size: int) -> float:
+    """State elements that a thread holds at once, masked ones included."""
+    columns = -(-problem.geometry.dstate // config.state_n) * config.state_n
+    return config.rows * columns / (config.num_warps * warp_size)
+
+
+def validate(problem: Mamba2Problem, config: Mamba2TritonConfig, warp_size: int = 32) -> Support:
+    """Whether the kernels can be built so: the one predicate of heuristic, registry and tuner."""
+    g, c = problem.geometry, config
+    for name in ("block_p", "num_warps", "state_n", "ring_n", "fold_n"):
+        value = getattr(c, name)
+        if value < 1 or value & (value - 1):
+            return Support(False, f"{name}={value} is not a power of two")
+    if c.tail_p and (c.tail_p & (c.tail_p - 1) or c.tail_p < 0):
+        return Support(False, f"tail_p={c.tail_p} is neither 0 nor a power of two")
+    if c.block_p >= 2 * g.headdim or (c.tail_p and not c.block_p < g.headdim <= c.rows):
+        return Support(False, f"block_p={c.block_p} and tail_p={c.tail_p} do not fit P={g.headdim}")
+    if c.num_warps * warp_size > 512:
+        return Support(False, f"{c.num_warps} warps of {warp_size} exceed 512 threads")
+    if max(c.state_n, c.ring_n, c.fold_n) > next_power_of_two(g.dstate):
+        return Support(False, f"a tile is wider than N={g.dstate}")
+    if state_per_thread(problem, c, warp_size) > MAX_STATE_PER_THREAD:
+        return Support(False, f"a thread would hold more than {MAX_STATE_PER_THREAD} state elements")
+    if not 0 <= c.max_registers <= MAX_REGISTERS or (c.max_registers and warp_size != 32):
+        return Support(False, f"max_registers={c.max_registers} is not in 0..{MAX_REGISTERS}, or no NVIDIA GPU")
+    return SUPPORTED
+
+
+def default_config(problem: Mamba2Problem, batch: int, warp_size: int = 32, sms: int = 0) -> Mamba2TritonConfig:
+    """The heuristic of the replay step where no measurement is at hand. Always valid.
+
+    * A program takes a whole head where it can, since every further program of a head repeats the
+      work on the ring: up to 8 warps of 96 state elements a thread.
+    * 64 state elements a thread. A 2-byte state is limited by instructions once the GPU is full (a
+      warp spends about 350 before its first state element), so there a thread takes 128.
+    * At 64 fp32 elements a thread, 128 registers keep 128 KB of state in flight on a multiprocessor;
+      the compiler would take up to 170. Compiled for sm_90 with 2-byte inputs and L = 16, this limit
+      spills nothing at N = 128 and 16 bytes at N = 256. Elsewhere the compiler chooses.
+    """
+    g, itemsize = problem.geometry, problem.state_dtype.itemsize
+    config = _tile(g, itemsize, problem.ring_dtype.itemsize, warp_size, 64)
+    if problem.buffer_len > 16 or max(problem.act_dtype.itemsize, problem.ring_dtype.itemsize) > 2:
+        return config
+    if itemsize == 2 and sms and batch * g.nheads * config.tiles(g.headdim) >= 8 * sms:
+        return _tile(g, itemsize, problem.ring_dtype.itemsize, warp_size, 128)
+    if itemsize == 4 and warp_size == 32 and config.num_warps >= 4 and state_per_thread(problem, config, 32) <= 64:
+        return replace(config, max_registers=128)
+    return config
+
+
+def default_step_config(geometry: Mamba2Geometry, state_itemsize: int, warp_size: int = 32) -> Mamba2TritonConfig:
+    """The heuristic of the per-step baseline: a head a program, 64 state elements a thread."""
+    return _tile(geometry, state_itemsize, state_itemsize, warp_size, 64)
+
+
+def _tile(g: Mamba2Geometry, state_itemsize: int, ring_itemsize: int, warp_size: int,
+          per_thread: int) -> Mamba2TritonConfig:
+    """The largest program that is sensible, at about ``per_thread`` state elements a thread."""
+    block_p, tail_p = _split_rows(g.headdim, g.dstate, 8 * 96 * 32)
+    elements, num_warps = (block_p + tail_p) * g.dstate, 1
+    while 2 * num_warps * warp_size <= 256 and elements > 1.5 * num_warps * warp_size * per_thread:
+        num_warps *= 2
+    threads = num_warps * warp_size
+    return Mamba2TritonConfig(block_p, tail_p, num_warps, _tile_columns(g.dstate, state_itemsize, threads),
+                              _tile_columns(g.dstate, ring_itemsize, threads), min(32, next_power_of_two(g.dstate)))
+
+
+def _split_rows(headdim: int, dstate: int, most: int) -> tuple[int, int]:
+    """(block_p, tail_p): the head in one program of at most ``most`` elements, else equal tiles."""
+    block_p = 1 << (headdim.bit_length() - 1)
+    tail_p = next_power_of_two(headdim - block_p) if headdim > block_p else 0
+    if (block_p + tail_p) * dstate <= most:
+        return block_p, tail_p
+    while block_p > 1 and (block_p * dstate > most or headdim % block_p):
+        if block_p * dstate <= most and -headdim % block_p * 8 <= headdim:
+            break  # an eighth of the rows masked is cheaper than tiles of a few rows
+        block_p //= 2
+    return block_p, 0
+
+
+def _tile_columns(dstate: int, itemsize: int, threads: int) -> int:
+    """Columns of a tile: ``LINE`` bytes, and fewer than the threads (see ``device``)."""
+    return min(LINE // itemsize, max(16, threads // 2), next_power_of_two(dstate))
+
+
+def valid_configs(problem: Mamba2Problem, warp_size: int = 32) -> Iterator[Mamba2TritonConfig]:
+    """The tuner's search space: every valid choice worth timing, in a fixed order."""
+    g = problem.geometry
+    whole = _split_rows(g.headdim, 1, 1 << 30)
+    widest = next_power_of_two(g.headdim)
+    splits = dict.fromkeys([whole, *((p, 0) for p in (16, 32, 64, 128) if p <= widest)])
+    limits = (0, 64, 80, 96, 128, 168) if warp_size == 32 else (0,)
+    for (block_p, tail_p), num_warps in itertools.product(splits, (1, 2, 4, 8)):
+        threads = num_warps * warp_size
+        state_n = _tile_columns(g.dstate, problem.state_dtype.itemsize, threads)
+        ring_n = _tile_columns(g.dstate, problem.ring_dtype.itemsize, threads)
+        for fold_n, limit in itertools.product((32, 64), limits):
+            config = Mamba2TritonConfig(block_p, tail_p, num_warps, state_n, ring_n,
+                                        min(fold_n, next_power_of_two(g.dstate)), limit)
+            if limit * threads * 2 <= 65536 and state_per_thread(problem, config, warp_size) >= 8 \
+                    and validate(problem, config, warp_size):
+                yield config
