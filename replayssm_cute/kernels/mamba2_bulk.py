@@ -7,8 +7,8 @@ spreads flushing rows over CTAs and over time; each passes through a ring of sta
   block ahead, so that no item waits for a global load, and issues the copies. A tile's state is ONE
   bulk copy and the valid rows of a ring are ONE bulk copy, so that exactly the needed bytes move,
   stale ring rows are never touched, and the bytes in flight do not depend on registers.
-* The scorer (one warp) turns dt and B . C into one weight per ring entry, and appends the current
-  token to the rings straight from shared memory.
+* The scorer (one warp) turns dt and B . C into one weight per ring entry while the state is still on
+  its way, and appends the current token to the rings straight from shared memory.
 * The consumers own 16 state rows a warp and need no barrier among themselves: checkpoint . C and
   x^T . weights leave complete sums in their registers.
 
@@ -73,10 +73,15 @@ class Mamba2BulkKernel(Scorer, Consumer, ReplayTile):
         step, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tid // 32)
         count = (items - first + step - 1) // step
-        s = self.allocate()
+        sources = (mDt, mDtBias, mA, mD, mPos, mFlush, mIndices)
+        # Only the producer uses them, but loaded here they are on their way during the set-up.
+        item = cutlass.min(first + tid % 32 * step, items - 1)
+        facts = self.load_facts(*sources, item)
         dice = self.throw_dice(mSeed)
+        s = self.allocate()
         if tid == 0:
             for i in cutlass.range_constexpr(self.stages):
+                cute.arch.mbarrier_init(s.window + i, 1)
                 cute.arch.mbarrier_init(s.full + i, 1)
                 cute.arch.mbarrier_init(s.scored + i, 1)
                 cute.arch.mbarrier_init(s.empty + i, self.warps + 1)
@@ -90,8 +95,8 @@ class Mamba2BulkKernel(Scorer, Consumer, ReplayTile):
         if warp == self.warps + 1:
             self.score(s, mXc, mDtc, mBc, count, tid % 32)
         if warp == self.warps:
-            self.produce(s, mState, mX, mDt, mA, mB, mC, mD, mDtBias, mXc, mDtc, mBc, mPos, mFlush,
-                         mIndices, null_block_id, items, first, step, count, tid % 32)
+            self.produce(s, sources, mState, mX, mB, mC, mXc, mDtc, mBc, null_block_id, items, first, step,
+                         count, item, facts, tid % 32)
 
     def allocate(self):
         """Shared memory: the stages with what the scorer adds to them, and the barriers."""
@@ -117,7 +122,8 @@ class Mamba2BulkKernel(Scorer, Consumer, ReplayTile):
             w_part = tensor(self.act_dtype, E, mma.PARTS, ST)
             weight = tensor(Float32, E, ST)
             scales = tensor(Float32, 2, ST)
-            full = smem.allocate_array(Int64, ST)
+            window = smem.allocate_array(Int64, ST)               # rings, x, B, C have landed
+            full = smem.allocate_array(Int64, ST)                 # the state has
             scored = smem.allocate_array(Int64, ST)
             empty = smem.allocate_array(Int64, ST)
 
@@ -150,16 +156,13 @@ class Mamba2BulkKernel(Scorer, Consumer, ReplayTile):
             slot = Int32(-1)
         ints[SLOT, m], ints[POS, m], ints[FLUSH, m] = slot, pos, Int32(flush)
         ints[ROW, m], ints[HEAD, m], ints[TILE, m] = self.split(item)
-        floats[DT, m] = self.discretize(raw.to(Float32) + bias.to(Float32))
+        floats[DT, m] = raw.to(Float32) + bias.to(Float32)
         floats[A, m], floats[D, m] = rate, skip.to(Float32)
         return slot, pos
 
     @cute.jit
-    def produce(self, s, mState, mX, mDt, mA, mB, mC, mD, mDtBias, mXc, mDtc, mBc, mPos, mFlush,
-                mIndices, null_block_id, items, first, step, count, lane):
-        sources = (mDt, mDtBias, mA, mD, mPos, mFlush, mIndices)
-        item = cutlass.min(first + lane * step, items - 1)
-        facts = self.load_facts(*sources, item)
+    def produce(self, s, sources, mState, mX, mB, mC, mXc, mDtc, mBc, null_block_id, items, first, step,
+                count, item, facts, lane):
         slots, cursors = Int32(0), Int32(0)
         for k in cutlass.range(count, unroll=1):
             if k % 32 == 0:  # a new block: its facts have arrived, the next block's set out
@@ -177,27 +180,28 @@ class Mamba2BulkKernel(Scorer, Consumer, ReplayTile):
                     b, h, tile = self.split(first + k * step)
                     self.copy_item(s, mState, mX, mB, mC, mXc, mDtc, mBc, b, h, tile, stage, Int64(slot), pos)
                 else:
+                    cute.arch.mbarrier_arrive(s.window + stage)
                     cute.arch.mbarrier_arrive(s.full + stage)
 
     @cute.jit
     def copy_item(self, s, mState, mX, mB, mC, mXc, mDtc, mBc, b, h, tile, stage, slot, pos):
         """Issue the bulk copies of one item; the current token lands right behind the ring rows."""
-        g, bar = h // self.ratio, s.full + stage
+        g, window = h // self.ratio, s.window + stage
         policy = None
         if const_expr(self.config.evict_first):
             policy = Int64(EVICT_FIRST)
         x_row, b_row = self.P * self.input_bytes, self.N * self.input_bytes
-        cute.arch.mbarrier_arrive_and_expect_tx(
-            bar, self.state_bytes + (pos + 1) * (x_row + b_row) + b_row + self.L * 4)
+        cute.arch.mbarrier_arrive_and_expect_tx(s.full + stage, self.state_bytes)
         bulk_load(s.state[None, None, stage], mState[slot, h, tile * self.tile_p, None],
-                  Int32(self.state_bytes), bar, policy)
-        bulk_load(s.dt[None, stage], mDtc[slot, h, None], Int32(self.L * 4), bar)
+                  Int32(self.state_bytes), s.full + stage, policy)
+        cute.arch.mbarrier_arrive_and_expect_tx(window, (pos + 1) * (x_row + b_row) + b_row + self.L * 4)
+        bulk_load(s.dt[None, stage], mDtc[slot, h, None], Int32(self.L * 4), window)
         if pos > 0:  # a bulk copy of no bytes is invalid
-            bulk_load(s.B[None, stage], mBc[slot, g, None, None], pos * b_row, bar)
-            bulk_load(s.x[None, None, stage], mXc[slot, h, None, None], pos * x_row, bar)
-        bulk_load(self.b_row(s, pos, stage), mB[b, g, None], Int32(b_row), bar)
-        bulk_load(s.x[None, pos, stage], mX[b, h, None], Int32(x_row), bar)
-        bulk_load(s.C[None, stage], mC[b, g, None], Int32(b_row), bar)
+            bulk_load(s.B[None, stage], mBc[slot, g, None, None], pos * b_row, window)
+            bulk_load(s.x[None, None, stage], mXc[slot, h, None, None], pos * x_row, window)
+        bulk_load(self.b_row(s, pos, stage), mB[b, g, None], Int32(b_row), window)
+        bulk_load(s.x[None, pos, stage], mX[b, h, None], Int32(x_row), window)
+        bulk_load(s.C[None, stage], mC[b, g, None], Int32(b_row), window)
 
 
 def bulk_load(dst, src, nbytes, barrier, policy=None):

@@ -22,6 +22,7 @@ class Consumer:
     def consume(self, s, mState, mD, mZ, mOut, dice, count, lane, warp):
         for k in cutlass.range(count, unroll=1):
             stage, phase, m = k % self.stages, (k // self.stages) & 1, k % FACTS
+            cute.arch.mbarrier_wait(s.window + stage, phase)
             cute.arch.mbarrier_wait(s.full + stage, phase)
             if s.ints[SLOT, m] >= 0:
                 pos = s.ints[POS, m]
@@ -138,7 +139,10 @@ class Consumer:
         """
         g, q = lane // 4, lane % 4
         row = warp * WARP_ROWS + g
-        slot, head, top = Int64(s.ints[SLOT, m]), s.ints[HEAD, m], s.ints[TILE, m] * self.tile_p
+        slot, head = Int64(s.ints[SLOT, m]), s.ints[HEAD, m]
+        call = 0
+        if const_expr(self.stochastic):
+            call = dice.call_of(slot, head, s.ints[TILE, m] * self.tile_p + row)
         gState = cute.local_tile(mState[slot, head, None, None], (self.tile_p, self.N), (s.ints[TILE, m], 0))
         blocks = [self.scaled_x(s, stage, m, t, pos, lane, warp) for t in range(self.entries // 16)]
         decay = s.scales[DECAY, stage]
@@ -151,7 +155,7 @@ class Consumer:
             for half in cutlass.range_constexpr(2):
                 old = self.eight(s.state[None, row + 8 * half, stage], at, self.state_dtype)
                 new = [old[4 * e + t] * decay + delta[t][2 * half + e] for e in range(2) for t in range(4)]
-                out, = self.rounded(new, dice, (slot, head, top + row + 8 * half, at))
+                out, = self.rounded(new, dice, call + half * self.N + at)  # N calls: eight rows of N / 8
                 cute.autovec_copy(out, cute.local_tile(gState[row + 8 * half, None], (8,), (at,)))
                 dots[half] = dots[half] + device.dot(new, C, self.packed)
         sums, offset, owner = device.reduce_scatter([dots[0], dots[1]], q, (1, 2))

@@ -301,6 +301,7 @@ class Mamba2RegisterKernel(ReplayTile):
 
     def store_row(self, values, gState, dice, slot, h, tile, row, r):
         """Round a thread's part of a state row and store it, chunk by chunk."""
+        call = dice.call_of(slot, h, tile * self.tile_p + row) if self.stochastic else 0
         for c in range(self.chunks):
             chunk = values[c * self.vec:(c + 1) * self.vec]
             out = cute.make_rmem_tensor((self.vec,), self.state_dtype)
@@ -309,7 +310,6 @@ class Mamba2RegisterKernel(ReplayTile):
                     out[v] = chunk[v]
             else:
                 first = (c * LANES + r) * (self.vec // 8)
-                place = (slot, h, tile * self.tile_p + row, first)
-                for i, eight in enumerate(self.rounded(chunk, dice, place)):
+                for i, eight in enumerate(self.rounded(chunk, dice, call + first)):
                     cute.autovec_copy(eight, cute.local_tile(out, (8,), (i,)))
             cute.autovec_copy(out, self.chunk(gState[row, None], c, r))

@@ -20,15 +20,15 @@ class Scorer:
         weight, scales = s.weight, s.scales
         for k in cutlass.range(count, unroll=1):
             stage, phase, m = k % self.stages, (k // self.stages) & 1, k % FACTS
-            cute.arch.mbarrier_wait(s.full + stage, phase)
-            if s.ints[SLOT, m] >= 0:
-                pos, flush = s.ints[POS, m], s.ints[FLUSH, m]
-                if flush == 0:
-                    self.append(s, mXc, mDtc, mBc, stage, m, pos, lane)
+            cute.arch.mbarrier_wait(s.window + stage, phase)
+            live, appending = s.ints[SLOT, m] >= 0, False
+            pos, dt_now = s.ints[POS, m], self.discretize(s.floats[DT, m])
+            if live:
+                appending = s.ints[FLUSH, m] == 0
                 dt_ring = [s.dt[cutlass.min(lane + 32 * i, self.L - 1), stage] for i in range(self.dt_parts)]
-                w, decay = self.window_weights(dt_ring, s.floats[DT, m], s.floats[A, m], pos, lane)
+                w, decay = self.window_weights(dt_ring, dt_now, s.floats[A, m], pos, lane)
                 scales[DECAY, stage] = decay
-                if flush == 0:
+                if appending:
                     if const_expr(self.c_parts > 1):
                         self.split_c(s, stage, lane)
                     self.score_entries(s, stage, w, pos, lane)
@@ -40,23 +40,25 @@ class Scorer:
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(s.scored + stage)
-                # The appends must have left the stage before it is filled again.
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                if appending:
+                    self.append(s, mXc, mDtc, mBc, stage, m, pos, dt_now)
+                    # The appends must have left the stage before it is filled again.
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.mbarrier_arrive(s.empty + stage)
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
-    def append(self, s, mXc, mDtc, mBc, stage, m, pos, lane):
+    def append(self, s, mXc, mDtc, mBc, stage, m, pos, dt_now):
         """Current token -> ring row ``pos``, copied out of the stage; one thread."""
         slot, h = Int64(s.ints[SLOT, m]), s.ints[HEAD, m]
-        if lane == 0 and s.ints[TILE, m] == 0:
+        if s.ints[TILE, m] == 0:
             bulk_store(mXc[slot, h, pos, None], s.x[None, pos, stage], self.P * self.input_bytes)
             if h % self.ratio == 0:
                 bulk_store(mBc[slot, h // self.ratio, pos, None], self.b_row(s, pos, stage),
                            self.N * self.input_bytes)
             cute.arch.cp_async_bulk_commit_group()
-            mDtc[slot, h, pos] = s.floats[DT, m]
+            mDtc[slot, h, pos] = dt_now
 
     @cute.jit
     def split_c(self, s, stage, lane):

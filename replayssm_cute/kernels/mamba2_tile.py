@@ -92,11 +92,11 @@ class ReplayTile:
             return None
         return rounding.Dice(mSeed, self.H, self.P, self.N, self.problem.philox_rounds)
 
-    def rounded(self, values, dice, place):
-        """Fragments of eight of the state's type from eight-fold fp32 values.
+    def rounded(self, values, dice, call):
+        """Fragments of eight of the state's type from fp32 values, eight-fold many.
 
         Args:
-            place: (slot, head, row of the head, first chunk of eight), all that a draw depends on.
+            call: number of the generator's call for the first eight (``Dice.call_of``).
         """
         fragments = []
         for i in range(len(values) // 8):
@@ -108,9 +108,8 @@ class ReplayTile:
                 fragments.append(cute.make_rmem_tensor((8,), self.state_dtype))
                 fragments[-1].store(exact.load().to(self.state_dtype))
             else:
-                slot, head, row, chunk = place
-                fragments.append(rounding.round_eight(eight, dice.words(slot, head, row, chunk + i),
-                                                      self.state_dtype, self.hardware_rounding))
+                fragments.append(rounding.round_eight(eight, dice.words(call + i), self.state_dtype,
+                                                      self.hardware_rounding))
         return fragments
 
     def finish(self, y, x, D, z):

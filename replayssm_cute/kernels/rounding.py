@@ -12,7 +12,6 @@ from replayssm_cute.kernels import device
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
-MASK = 0xFFFFFFFF
 SMALLEST_NORMAL = 2.0 ** -14       # of fp16
 # Words of the seed state, int64 each; see ``replayssm_cute.rounding.seed_state``.
 SEED, STEP, ARRIVALS, FIRST_HEAD, TOTAL_HEADS = range(5)
@@ -27,10 +26,13 @@ class Dice:
         self.total = Int64(cutlass.select_(total == 0, Int64(nheads), total))
         self.headdim, self.dstate, self.rounds = headdim, dstate, rounds
 
-    def words(self, slot, head, row, chunk):
-        """Four words for elements 8 chunk .. 8 chunk + 7 of a row of a head's state."""
-        position = ((slot * self.total + self.first + head) * self.headdim + row) * (self.dstate // 8) + chunk
-        return philox4x32(Uint64(position), self.step, self.seed, self.rounds)
+    def call_of(self, slot, head, row):
+        """Number of the generator's call for the first eight elements of a row of a head's state."""
+        return Uint64(((slot * self.total + self.first + head) * self.headdim + row) * (self.dstate // 8))
+
+    def words(self, call):
+        """The four words of a call."""
+        return philox4x32(call, self.step, self.seed, self.rounds)
 
 
 def philox4x32(low, high, key, rounds):
@@ -68,25 +70,23 @@ def round_eight(values, words, dtype, hardware):
 def to_fp16(value, word):
     """value rounded to 13 bits fewer with the low 13 bits of a word: an fp32 number that fp16 holds.
 
-    Below fp16's smallest normal the value is moved up to it first, rounding towards zero: that aligns
-    the mantissa so that the same 13 bits are the first ones dropped. The move back is exact.
+    Below fp16's smallest normal the magnitude is moved up by it first, rounding towards zero: that
+    aligns the mantissa so that the same 13 bits are the first ones dropped. The move back is exact.
     """
-    small = device.absolute(value) < SMALLEST_NORMAL
-    sign = bits(value) & Uint32(0x80000000)
-    lift = device.select(small, from_bits(sign | Uint32(0x38800000)), Float32(0.0))
-    lifted = cute.arch.inline_ptx("add.rz.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32],
-                                  read_only_args=[value, lift])
-    cut = (bits(lifted) + (word & Uint32(0x1FFF))) & Uint32(0xFFFFE000)
-    # A zero keeps its sign; a NaN, whose bits may have wrapped, stays one.
-    rounded = from_bits(bits(from_bits(cut) - lift) | sign)
-    return device.select(value != value, value, rounded)
+    magnitude = device.absolute(value)
+    lift = device.select(magnitude < SMALLEST_NORMAL, Float32(SMALLEST_NORMAL), Float32(0.0))
+    lifted = bits(cute.arch.inline_ptx("add.rz.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32],
+                                       read_only_args=[magnitude, lift]))
+    # A NaN is all ones here: held below the sign bit it stays one.
+    raised = cutlass.min(lifted + (word & Uint32(0x1FFF)), Uint32(0x7FFFFFFF))
+    rounded = from_bits(raised & Uint32(0xFFFFE000)) - lift
+    return from_bits(bits(rounded) | bits(value) & Uint32(0x80000000))
 
 
 def to_bf16(value, word):
     """value rounded to bf16 with the low 16 bits of a word, in the upper half of a register."""
     raw = bits(value)
-    magnitude = (raw & Uint32(0x7FFFFFFF)) + (word & Uint32(0xFFFF))
-    finite = Uint32(cutlass.select_(magnitude > Uint32(0x7F7FFFFF), Uint32(0x7F7FFFFF), magnitude))
+    finite = cutlass.min((raw & Uint32(0x7FFFFFFF)) + (word & Uint32(0xFFFF)), Uint32(0x7F7FFFFF))
     return Uint32(cutlass.select_(value != value, Uint32(0x7FFF0000), finite | raw & Uint32(0x80000000)))
 
 
