@@ -212,10 +212,11 @@ def replay_kernel(
 
 
 def compile_replay_step(problem: Mamba2Problem, config: Mamba2TritonConfig) -> Callable[..., Tensor]:
-    """Compile the step for the current device; the result takes the arguments of ``replay_step``, ``out`` last.
+    """Compile the step for the current device; the result takes the arguments of ``replay_step``.
 
     It serves every batch size. It launches one kernel and does nothing else: what it needs of shapes,
-    dtypes and alignment it takes from ``problem``, which the arguments must pose.
+    dtypes and alignment it takes from ``problem``, which the arguments must pose. The checkpoint is
+    rounded to nearest, so ``rand_seed``, the step's last argument, is None.
     """
     launch = compile_kernel(replay_kernel, replay_arguments(problem), replay_constants(problem, config),
                             compile_options(config.num_warps, config.max_registers))
@@ -224,7 +225,7 @@ def compile_replay_step(problem: Mamba2Problem, config: Mamba2TritonConfig) -> C
     def step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
              dt_bias: Tensor | None, z: Tensor | None, x_cache: Tensor, dt_cache: Tensor, B_cache: Tensor,
              write_pos: Tensor, is_flush: Tensor, state_batch_indices: Tensor, null_block_id: int,
-             out: Tensor) -> Tensor:
+             out: Tensor, rand_seed: None = None) -> Tensor:
         launch(x.shape[0] * programs, state, x, dt, A, B, C, D, dt_bias, z, x_cache, dt_cache, B_cache, write_pos,
                is_flush, state_batch_indices, out, null_block_id, state.stride(0), x.stride(0), dt.stride(0),
                dt.stride(1), A.stride(0), B.stride(0), C.stride(0), stride(D), stride(dt_bias), stride(z),
