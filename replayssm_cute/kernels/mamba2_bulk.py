@@ -63,7 +63,8 @@ class Mamba2BulkKernel(Scorer, Consumer, ReplayTile):
                     mIndices, null_block_id, mOut, mSeed, items).launch(
             # As few CTAs as take no more rounds: all of them then end together.
             grid=((items + rounds - 1) // rounds, 1, 1), block=(self.threads + 64, 1, 1),
-            stream=stream, min_blocks_per_mp=self.config.min_ctas, preferred_smem_carveout=100)
+            stream=stream, min_blocks_per_mp=self.config.min_ctas, preferred_smem_carveout=100,
+            use_pdl=self.config.pdl)
 
     @cute.kernel
     def kernel(self, mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
@@ -73,6 +74,8 @@ class Mamba2BulkKernel(Scorer, Consumer, ReplayTile):
         step, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tid // 32)
         count = (items - first + step - 1) // step
+        if const_expr(self.config.pdl):
+            cute.arch.griddepcontrol_wait()
         sources = (mDt, mDtBias, mA, mD, mPos, mFlush, mIndices)
         # Only the producer uses them, but loaded here they are on their way during the set-up.
         item = cutlass.min(first + tid % 32 * step, items - 1)
@@ -182,6 +185,8 @@ class Mamba2BulkKernel(Scorer, Consumer, ReplayTile):
                 else:
                     cute.arch.mbarrier_arrive(s.window + stage)
                     cute.arch.mbarrier_arrive(s.full + stage)
+        if const_expr(self.config.pdl):  # all that is left is to drain
+            cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def copy_item(self, s, mState, mX, mB, mC, mXc, mDtc, mBc, b, h, tile, stage, slot, pos):

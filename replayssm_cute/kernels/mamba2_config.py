@@ -39,6 +39,7 @@ class Mamba2Config:
             exactly these, because a persistent grid that does not fit runs in two rounds.
         stages: bulk copies of whole items in flight per CTA (bulk design).
         evict_first: the state's bulk copies carry the evict_first policy in L2.
+        pdl: programmatic dependent launch: set up while the launch before drains.
     """
 
     design: str
@@ -48,6 +49,7 @@ class Mamba2Config:
     min_ctas: int = 1
     stages: int = 0
     evict_first: bool = False
+    pdl: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -39,11 +39,14 @@ class Mamba2RegisterKernel(ReplayTile):
         self.kernel(mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
                     mIndices, null_block_id, mOut, mSeed).launch(
             grid=(self.H * self.tiles, mX.shape[0], 1), block=(self.threads, 1, 1), stream=stream,
-            min_blocks_per_mp=self.config.min_ctas, preferred_smem_carveout=50)
+            min_blocks_per_mp=self.config.min_ctas, preferred_smem_carveout=50, use_pdl=self.config.pdl)
 
     @cute.kernel
     def kernel(self, mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
                mIndices, null_block_id, mOut, mSeed):
+        if const_expr(self.config.pdl):
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
         tid, _, _ = cute.arch.thread_idx()
         bx, b, _ = cute.arch.block_idx()
         h = bx // self.tiles

@@ -22,13 +22,14 @@ class Dice:
 
     def __init__(self, mSeed, nheads, headdim, dstate, rounds):
         self.seed, self.step = Uint64(mSeed[SEED]), Uint64(mSeed[STEP])
-        self.first, total = mSeed[FIRST_HEAD], mSeed[TOTAL_HEADS]
-        self.total = Int64(cutlass.select_(total == 0, Int64(nheads), total))
+        self.first, total = Int32(mSeed[FIRST_HEAD]), Int32(mSeed[TOTAL_HEADS])
+        self.total = Int32(cutlass.select_(total == 0, Int32(nheads), total))
         self.headdim, self.dstate, self.rounds = headdim, dstate, rounds
 
     def call_of(self, slot, head, row):
         """Number of the generator's call for the first eight elements of a row of a head's state."""
-        return Uint64(((slot * self.total + self.first + head) * self.headdim + row) * (self.dstate // 8))
+        head = slot * Int64(self.total) + Int64(self.first + head)
+        return Uint64((head * self.headdim + row) * (self.dstate // 8))
 
     def words(self, call):
         """The four words of a call."""

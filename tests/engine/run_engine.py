@@ -2,7 +2,8 @@
 
     python run_engine.py '{"model": FOLDER, "workload": "mixed", "out": FILE, "options": {...}}'
 
-``options`` go to ``vllm.LLM``. One engine a process: the engine keeps global state.
+``options`` go to ``vllm.LLM``. One engine a process, because it keeps global state. The drop-in is not
+mentioned here: the engine finds it by its entry point, as it would anywhere.
 """
 
 from __future__ import annotations
@@ -13,27 +14,40 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
-               "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+# The engine in this process, where the scheduler can be watched; its workers in processes of their own, with TP.
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+               "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
-from workloads import WORKLOADS, Outputs, Wave
+from workloads import WORKLOADS, Outputs, Request
 
-COMMON = {"skip_tokenizer_init": True, "enforce_eager": True, "dtype": "bfloat16", "disable_log_stats": False,
-          "seed": 0}
+COMMON = {"skip_tokenizer_init": True, "enforce_eager": True, "disable_log_stats": False, "max_num_seqs": 4}
 
 
-def count_steps(worker: Any) -> None:
-    """In a worker: note (write_pos, is_flush) of every live row of every replay step from now on."""
+def keep_state_dtype() -> None:
+    """Keep the state's type: with AVX512-BF16 the engine would store that of a layer with rings in fp32."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def keeping(config: Any) -> None:
+        dtype = config.cache_config.mamba_ssm_cache_dtype
+        check(config)
+        config.cache_config.mamba_ssm_cache_dtype = dtype
+
+    CpuPlatform.check_and_update_config = staticmethod(keeping)
+
+
+def note_steps(worker: Any) -> None:
+    """In a worker: from now on note (write_pos, is_flush) of the live rows of every replay step."""
     from replayssm_cute import dispatch, mamba2
 
     op = mamba2.selective_state_update_replayssm_output_only
     worker.replay_steps = []
 
     def noting(*args: Any) -> Any:
-        x, write_pos, is_flush, slots, null = args[1], *args[14:16], *args[17:19]
-        live = (slots[:, 0] != null)[:x.shape[0]]
-        rows = zip(write_pos[:x.shape[0]][live].tolist(), is_flush[:x.shape[0]][live].tolist(), strict=True)
-        worker.replay_steps.append(sorted(rows))
+        batch, (write_pos, is_flush), (slots, null) = len(args[1]), args[14:16], args[17:19]
+        rows = zip(slots[:batch, 0].tolist(), write_pos.tolist(), is_flush.tolist(), strict=False)
+        worker.replay_steps.append(sorted((w, f) for slot, w, f in rows if slot != null))
         return op(*args)
 
     mamba2.selective_state_update_replayssm_output_only = noting
@@ -43,12 +57,11 @@ def count_steps(worker: Any) -> None:
 def read_steps(worker: Any) -> dict[str, Any]:
     from replayssm_cute import dispatch
 
-    served = {backend: n for (_, backend), n in dispatch.served.items()}
-    return {"served": served, "steps": worker.replay_steps}
+    return {"served": {backend: n for (_, backend), n in dispatch.served.items()}, "steps": worker.replay_steps}
 
 
 def record_schedule(llm: Any) -> list[list[tuple[int, int, int]]]:
-    """Every decode step from now on: (tokens computed, tokens in the step, tokens when admitted) a row."""
+    """From now on record the decode rows of every step: tokens computed, in this step, and when admitted."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     schedule, admitted = scheduler.schedule, {}
     steps: list[list[tuple[int, int, int]]] = []
@@ -60,6 +73,7 @@ def record_schedule(llm: Any) -> list[list[tuple[int, int, int]]]:
         for name in (*computed, *cached.resumed_req_ids):
             admitted[name] = scheduler.requests[name].num_tokens
         computed |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        # One token on top of a state is run as decode, also where it is the end of a prompt.
         steps.append([(computed[name], count, admitted[name])
                       for name, count in output.num_scheduled_tokens.items() if count == 1 and computed[name] > 0])
         return output
@@ -68,24 +82,21 @@ def record_schedule(llm: Any) -> list[list[tuple[int, int, int]]]:
     return steps
 
 
-def serve(llm: Any, wave: Wave, outputs: Outputs) -> dict[str, Any]:
-    """Run a wave to its end, greedily. Adds to ``outputs``; returns tokens and their two best logprobs."""
+def serve(llm: Any, waiting: list[Request]) -> dict[str, Any]:
+    """Run the requests of a wave to their ends, greedily."""
     from vllm import SamplingParams
 
-    waiting, step, done = sorted(wave(outputs), key=lambda r: r.step), 0, {}
     prompts = {r.name: list(r.prompt) for r in waiting}
-    engine = llm.llm_engine
-    while waiting or engine.has_unfinished_requests():
+    waiting, step, done = sorted(waiting, key=lambda r: r.step), 0, {}
+    while waiting or llm.llm_engine.has_unfinished_requests():
         while waiting and waiting[0].step <= step:
             request = waiting.pop(0)
-            engine.add_request(request.name, {"prompt_token_ids": list(request.prompt)}, SamplingParams(
+            llm.llm_engine.add_request(request.name, {"prompt_token_ids": prompts[request.name]}, SamplingParams(
                 temperature=0, max_tokens=request.output, ignore_eos=True, logprobs=2, detokenize=False))
-        for output in engine.step():
-            if output.finished:
-                done[output.request_id] = output
+        done |= {output.request_id: output for output in llm.llm_engine.step() if output.finished}
         step += 1
-    outputs |= {name: list(output.outputs[0].token_ids) for name, output in done.items()}
-    return {name: {"prompt": prompts[name], "tokens": outputs[name], "cached": output.num_cached_tokens,
+    return {name: {"prompt": prompts[name], "cached": output.num_cached_tokens,
+                   "tokens": list(output.outputs[0].token_ids),
                    "logprobs": [sorted((p.logprob for p in best.values()), reverse=True)[:2]
                                 for best in output.outputs[0].logprobs]}
             for name, output in done.items()}
@@ -108,21 +119,21 @@ def main() -> None:
     case = json.loads(sys.argv[1])
     from vllm import LLM
 
+    keep_state_dtype()
     llm = LLM(model=case["model"], **COMMON, **case["options"])
-    llm.collective_rpc(count_steps)
+    cache = llm.llm_engine.vllm_config.cache_config
+    llm.collective_rpc(note_steps)
     schedule = record_schedule(llm)
-    outputs: Outputs = {}
     requests: dict[str, Any] = {}
     for wave in WORKLOADS[case["workload"]]:
-        requests |= serve(llm, wave, outputs)
+        outputs: Outputs = {name: r["tokens"] for name, r in requests.items()}
+        requests |= serve(llm, wave(cache.block_size, outputs))
+    workers, schedule = llm.collective_rpc(read_steps), list(schedule)
     metrics = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
-    config = llm.llm_engine.vllm_config
-    result = {"requests": requests, "schedule": list(schedule), "workers": llm.collective_rpc(read_steps),
-              "preemptions": metrics["vllm:num_preemptions"], "prefix_hits": metrics["vllm:prefix_cache_hits"],
-              "cache_mode": config.cache_config.mamba_cache_mode,
-              "async_scheduling": config.scheduler_config.async_scheduling,
-              "prefill": prefill_logprobs(llm, requests)}
-    Path(case["out"]).write_text(json.dumps(result))
+    Path(case["out"]).write_text(json.dumps({
+        "requests": requests, "workers": workers, "schedule": schedule, "block": cache.block_size,
+        "cache_mode": cache.mamba_cache_mode, "preemptions": metrics["vllm:num_preemptions"],
+        "prefill": prefill_logprobs(llm, requests)}))
 
 
 if __name__ == "__main__":
