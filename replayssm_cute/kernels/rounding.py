@@ -8,11 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64, Uint32, Uint64
 
-from replayssm_cute.kernels import device
-
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
-SMALLEST_NORMAL = 2.0 ** -14       # of fp16
 # Words of the seed state, int64 each; see ``replayssm_cute.rounding.seed_state``.
 SEED, STEP, ARRIVALS, FIRST_HEAD, TOTAL_HEADS = range(5)
 
@@ -61,27 +58,25 @@ def round_eight(values, words, dtype, hardware):
                 read_only_args=[high, low, words[i]])
         elif dtype is Float16:
             packed[i] = cute.arch.inline_ptx(
-                "cvt.rn.satfinite.f16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32],
-                read_only_args=[to_fp16(high, words[i] >> 16), to_fp16(low, words[i])])
+                "cvt.rz.satfinite.f16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32],
+                read_only_args=[raised(high, words[i] >> 16), raised(low, words[i])])
         else:
             packed[i] = to_bf16(low, words[i]) >> 16 | to_bf16(high, words[i] >> 16) & Uint32(0xFFFF0000)
     return out
 
 
-def to_fp16(value, word):
-    """value rounded to 13 bits fewer with the low 13 bits of a word: an fp32 number that fp16 holds.
+def raised(value, word):
+    """value moved away from zero by the low 13 bits of a word, in units that make fp16 keep the sum's top.
 
-    Below fp16's smallest normal the magnitude is moved up by it first, rounding towards zero: that
-    aligns the mantissa so that the same 13 bits are the first ones dropped. The move back is exact.
+    The unit is the value's own last bit, which is 13 bits below fp16's, and 13 bits below fp16's
+    smallest number where the result is subnormal. Cutting the sum off at fp16's last bit is the rule.
     """
-    magnitude = device.absolute(value)
-    lift = device.select(magnitude < SMALLEST_NORMAL, Float32(SMALLEST_NORMAL), Float32(0.0))
-    lifted = bits(cute.arch.inline_ptx("add.rz.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32],
-                                       read_only_args=[magnitude, lift]))
-    # A NaN is all ones here: held below the sign bit it stays one.
-    raised = cutlass.min(lifted + (word & Uint32(0x1FFF)), Uint32(0x7FFFFFFF))
-    rounded = from_bits(raised & Uint32(0xFFFFE000)) - lift
-    return from_bits(bits(rounded) | bits(value) & Uint32(0x80000000))
+    exponent = Int32(bits(value) & Uint32(0x7F800000))
+    unit = cute.arch.fmax(from_bits(exponent - Int32(23 << 23)), Float32(2.0 ** -37))
+    signed = from_bits(bits(unit) | bits(value) & Uint32(0x80000000))
+    random = from_bits(word & Uint32(0x1FFF) | Uint32(0x4B000000)) - Float32(2.0 ** 23)  # an integer as a float
+    return cute.arch.inline_ptx("fma.rz.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32],
+                                read_only_args=[random, signed, value])
 
 
 def to_bf16(value, word):
