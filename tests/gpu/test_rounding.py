@@ -98,7 +98,7 @@ def test_the_same_bits_as_the_specification(kind: str, state: torch.dtype, round
 def test_general_values_round_to_a_neighbour(kind: str) -> None:
     """With decay the fp32 fold may differ in its last bit, which moves a rounding once in thousands."""
     args = exact_fold(F16)
-    args["A"] = -torch.rand(6, device="cuda")[:, None, None].expand(6, 64, 128)
+    args["A"] = (-torch.rand(6, device="cuda"))[:, None, None].expand(6, 64, 128)
     got, want, exact = cloned(args), cloned(args), cloned(args)
     exact["state"] = exact["state"].float()
     replay_step(**exact, dt_softplus=False, dtype=torch.float64)
