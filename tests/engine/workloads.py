@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tiny_nemotron_h import VOCABULARY
 
+
 @dataclass(frozen=True)
 class Request:
     """One request: it joins when the engine has made ``step`` steps in its wave."""
