@@ -13,69 +13,51 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from replayssm_tune.timing import copy_bandwidth, provenance, same_size_us, time_graph
-from replayssm_tune.workload import Workload, make_workload
 
 from replayssm_cute import arch as archs
 from replayssm_cute import dispatch
 from replayssm_cute.layout import mamba2_step_bytes
-from replayssm_cute.types import Mamba2Geometry, Mamba2Problem
-from replayssm_cute.validate import mamba2_problem
+from replayssm_cute.mamba2 import selective_state_update_replayssm_output_only
+from replayssm_tune.cli import parse_geometry
+from replayssm_tune.measure import problem_of, time_per_step, time_replay
+from replayssm_tune.timing import copy_bandwidth, provenance, same_size_us
+from replayssm_tune.workload import Workload, make_workload
 
 GEOMETRIES = ("64x64x128/8", "96x80x128/8", "128x64x128/8")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
-def parse_geometry(text: str) -> Mamba2Geometry:
-    """``HxPxN/G``."""
-    shape, groups = text.split("/")
-    nheads, headdim, dstate = map(int, shape.split("x"))
-    return Mamba2Geometry(nheads, headdim, dstate, int(groups))
+def time_backend(w: Workload, backend: str) -> dict[str, Any]:
+    """Time the backend's own choice for this problem; the config that ran is in the row."""
+    problem, arch = problem_of(w), archs.of("cuda")
+    chosen = next(c for c in dispatch.candidates(problem, w.batch, arch) if c.backend == backend)
+    if not chosen.support:
+        return {"error": chosen.support.reason}
+    launch = dispatch.backend_module(backend).prepare(problem, arch, w.batch, chosen.config)
+    return dict(time_replay(w, launch))
 
 
-def problem_of(w: Workload) -> Mamba2Problem:
-    return mamba2_problem(*w.arguments(0, 0), dt_softplus=True, max_cache_len=w.buffer_len,  # type: ignore[arg-type]
-                          philox_rounds=w.philox_rounds)
-
-
-def time_replay(w: Workload, backend: str, config: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Time one ring cycle over all pools with a backend; the launch that ran is named in the row."""
-    problem, device = problem_of(w), torch.device("cuda", 0)
-    arch = archs.of(device)
-    module = dispatch.backend_module(backend)
-    support = module.supports(problem, arch)
-    if not support:
-        return {"error": support.reason}
-    launch = module.prepare(problem, arch, w.batch, config)
-    calls = w.buffer_len * len(w.pools)
-    flushes = w.flushes
-    assert flushes * w.buffer_len == w.batch * w.buffer_len, "a cycle flushes every row once"
-
-    def step() -> None:
-        for phase in range(w.buffer_len):
-            for pool in range(len(w.pools)):
-                launch(*w.arguments(phase, pool))
-
-    return {**time_graph(step, calls), "flushes_per_step": flushes / w.buffer_len}
-
-
-def time_per_step(w: Workload) -> dict[str, float]:
-    """Time the per-step baseline on the same inputs and pools."""
-    from fallback_triton.mamba2_step import recurrent_step
-    i = w.inputs
-
-    def step() -> None:
-        for p in w.pools:
-            recurrent_step(p.state, i["x"], i["dt"], i["A"], i["B"], i["C"], i["D"], i["dt_bias"],
-                           None, w.indices, 0, i["out"], dt_softplus=True)
-
-    return time_graph(step, len(w.pools))
+def host_us(w: Workload, backend: str) -> float:
+    """Median microseconds of host time of one call of the public operation, eager."""
+    i, p, (pos, flush) = w.inputs, w.pools[0], w.phases[0]
+    times = []
+    for _ in range(400):
+        start = time.perf_counter()
+        selective_state_update_replayssm_output_only(
+            p.state, i["x"], i["dt"], i["A"], i["B"], i["C"], i["D"], i["dt_bias"], dt_softplus=True,
+            x_cache=p.x_cache, dt_cache=p.dt_cache, B_cache=p.B_cache, write_pos=pos, is_flush=flush,
+            max_cache_len=w.buffer_len, state_batch_indices=w.indices, out=i["out"], backend=backend)
+        times.append((time.perf_counter() - start) * 1e6)
+        if len(times) % 50 == 0:
+            torch.cuda.synchronize()
+    return statistics.median(times[100:])
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -98,9 +80,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                                        "buffer_len": args.buffer_len, "bytes": size,
                                        "same_size_us": sizes[size], "backends": {}}
                 if args.per_step:
-                    row["per_step_us"] = time_per_step(w)["us"]
+                    row["per_step_us"] = time_per_step(w)
                 for backend in args.backend.split(","):
-                    row["backends"][backend] = measured(time_replay(w, backend), nbytes, bandwidth, sizes[size])
+                    row["backends"][backend] = measured(time_backend(w, backend), nbytes, bandwidth, sizes[size])
+                    if batch == 1 and "us" in row["backends"][backend]:
+                        row["backends"][backend]["host_us"] = host_us(w, backend)
                 report["rows"].append(row)
                 print(line(row), flush=True)
                 if args.out:
@@ -124,8 +108,9 @@ def line(row: dict[str, Any]) -> str:
     if "per_step_us" in row:
         cells.append(f"per-step {row['per_step_us']:7.2f}")
     for name, b in row["backends"].items():
+        host = f" host {b['host_us']:.1f} us" if "host_us" in b else ""
         cells.append(f"{name} {b['us']:7.2f} us {b['copy_percent']:5.1f}% copy {b['same_size_percent']:5.1f}% size"
-                     if "us" in b else f"{name} {b['error']}")
+                     f"{host}" if "us" in b else f"{name} {b['error']}")
     return " | ".join(cells)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class Workload:
         """Flushing rows of one pass over all phases, counted from the flags themselves."""
         return sum(int(flush.sum()) for _, flush in self.phases)
 
-    def arguments(self, phase: int, pool: int) -> tuple[object, ...]:
+    def arguments(self, phase: int, pool: int) -> tuple[Any, ...]:
         """The canonical arguments of a step."""
         i, p = self.inputs, self.pools[pool]
         pos, flush = self.phases[phase]

@@ -1,0 +1,44 @@
+"""What is worth timing: candidates of each backend, the most promising first."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+from fallback_triton import mamba2_config as triton_config
+from replayssm_cute.arch import Arch
+from replayssm_cute.kernels import mamba2_config as cute_config
+from replayssm_cute.kernels.targets import for_capability
+from replayssm_cute.types import Mamba2Problem
+
+# (CTAs a multiprocessor, stages) of the bulk design.
+PLANS = ((3, 2), (2, 2), (2, 3), (3, 3), (2, 4), (1, 4))
+
+
+def candidates(backend: str, problem: Mamba2Problem, batch: int, arch: Arch) -> list[dict[str, Any]]:
+    """Configs of a backend that are valid for the problem, the heuristic's choice first."""
+    return {"cute": _cute, "triton": _triton}[backend](problem, batch, arch)
+
+
+def _cute(problem: Mamba2Problem, batch: int, arch: Arch) -> list[dict[str, Any]]:
+    target = for_capability(arch.capability)
+    if target is None:
+        return []
+    ranked = cute_config.ranked(problem, batch, target)
+    bulk = [replace(c, min_ctas=ctas, stages=stages, evict_first=evict)
+            for c in ranked if c.design == "bulk"
+            for evict in (c.evict_first, not c.evict_first) for ctas, stages in PLANS]
+    found = [c for c in (*ranked, *bulk) if cute_config.validate(problem, c, target)]
+    return [c.to_dict() for c in dict.fromkeys(found)]
+
+
+def _triton(problem: Mamba2Problem, batch: int, arch: Arch) -> list[dict[str, Any]]:
+    warp = 64 if arch.kind == "hip" else 32
+    default = triton_config.default_config(problem, batch, warp, arch.sms)
+    near = [replace(default, num_warps=w, max_registers=r)
+            for w, r in itertools.product((default.num_warps, default.num_warps // 2, default.num_warps * 2),
+                                          (default.max_registers, 0, 128, 96)) if w]
+    found = [c for c in (default, *near, *triton_config.valid_configs(problem, warp))
+             if triton_config.validate(problem, c, warp)]
+    return [c.to_dict() for c in dict.fromkeys(found)]
