@@ -68,9 +68,9 @@ class Mamba2TritonConfig:
         return cls(**values)
 
 
-def state_per_thread(problem: Mamba2Problem, config: Mamba2TritonConfig, warp_size: int) -> float:
+def state_per_thread(geometry: Mamba2Geometry, config: Mamba2TritonConfig, warp_size: int) -> float:
     """State elements that a thread holds at once, masked ones included."""
-    columns = -(-problem.geometry.dstate // config.state_n) * config.state_n
+    columns = -(-geometry.dstate // config.state_n) * config.state_n
     return config.rows * columns / (config.num_warps * warp_size)
 
 
@@ -89,7 +89,7 @@ def validate(problem: Mamba2Problem, config: Mamba2TritonConfig, warp_size: int 
         return Support(False, f"{c.num_warps} warps of {warp_size} exceed 512 threads")
     if max(c.state_n, c.ring_n, c.fold_n) > next_power_of_two(g.dstate):
         return Support(False, f"a tile is wider than N={g.dstate}")
-    if state_per_thread(problem, c, warp_size) > MAX_STATE_PER_THREAD:
+    if state_per_thread(g, c, warp_size) > MAX_STATE_PER_THREAD:
         return Support(False, f"a thread would hold more than {MAX_STATE_PER_THREAD} state elements")
     if not 0 <= c.max_registers <= MAX_REGISTERS or (c.max_registers and warp_size != 32):
         return Support(False, f"max_registers={c.max_registers} is not in 0..{MAX_REGISTERS}, or no NVIDIA GPU")
@@ -111,9 +111,9 @@ def default_config(problem: Mamba2Problem, batch: int, warp_size: int = 32, sms:
     config = _tile(g, itemsize, problem.ring_dtype.itemsize, warp_size, 64)
     if problem.buffer_len > 16 or max(problem.act_dtype.itemsize, problem.ring_dtype.itemsize) > 2:
         return config
-    if itemsize == 2 and sms and batch * g.nheads * config.tiles(g.headdim) >= 8 * sms:
+    if itemsize == 2 and warp_size == 32 and sms and batch * g.nheads * config.tiles(g.headdim) >= 8 * sms:
         return _tile(g, itemsize, problem.ring_dtype.itemsize, warp_size, 128)
-    if itemsize == 4 and warp_size == 32 and config.num_warps >= 4 and state_per_thread(problem, config, 32) <= 64:
+    if itemsize == 4 and warp_size == 32 and config.num_warps >= 4 and state_per_thread(g, config, 32) <= 64:
         return replace(config, max_registers=128)
     return config
 
@@ -127,12 +127,14 @@ def _tile(g: Mamba2Geometry, state_itemsize: int, ring_itemsize: int, warp_size:
           per_thread: int) -> Mamba2TritonConfig:
     """The largest program that is sensible, at about ``per_thread`` state elements a thread."""
     block_p, tail_p = _split_rows(g.headdim, g.dstate, 8 * 96 * 32)
-    elements, num_warps = (block_p + tail_p) * g.dstate, 1
-    while 2 * num_warps * warp_size <= 256 and elements > 1.5 * num_warps * warp_size * per_thread:
-        num_warps *= 2
-    threads = num_warps * warp_size
-    return Mamba2TritonConfig(block_p, tail_p, num_warps, _tile_columns(g.dstate, state_itemsize, threads),
-                              _tile_columns(g.dstate, ring_itemsize, threads), min(32, next_power_of_two(g.dstate)))
+    for num_warps in (1, 2, 4, 8):
+        threads = num_warps * warp_size
+        config = Mamba2TritonConfig(
+            block_p, tail_p, num_warps, _tile_columns(g.dstate, state_itemsize, threads),
+            _tile_columns(g.dstate, ring_itemsize, threads), min(32, next_power_of_two(g.dstate)))
+        if 2 * threads > 256 or state_per_thread(g, config, warp_size) <= 1.25 * per_thread:
+            break
+    return config
 
 
 def _split_rows(headdim: int, dstate: int, most: int) -> tuple[int, int]:
@@ -167,6 +169,6 @@ def valid_configs(problem: Mamba2Problem, warp_size: int = 32) -> Iterator[Mamba
         for fold_n, limit in itertools.product((32, 64), limits):
             config = Mamba2TritonConfig(block_p, tail_p, num_warps, state_n, ring_n,
                                         min(fold_n, next_power_of_two(g.dstate)), limit)
-            if limit * threads * 2 <= 65536 and state_per_thread(problem, config, warp_size) >= 8 \
+            if limit * threads * 2 <= 65536 and state_per_thread(g, config, warp_size) >= 8 \
                     and validate(problem, config, warp_size):
                 yield config

@@ -85,7 +85,8 @@ def test_first_choice(fake: Fake, arch: Arch, first: str) -> None:
 @pytest.mark.parametrize(("cute_us", "triton_us", "first"), [(10.0, 12.0, "cute"), (12.0, 10.0, "triton")])
 def test_hopper_takes_what_was_measured_as_faster(fake: Fake, monkeypatch: pytest.MonkeyPatch, cute_us: float,
                                                   triton_us: float, first: str) -> None:
-    entries = {"cute": SimpleNamespace(us=cute_us, config={"a": 1}), "triton": SimpleNamespace(us=triton_us, config={"b": 2})}
+    entries = {"cute": SimpleNamespace(us=cute_us, config={"a": 1}),
+               "triton": SimpleNamespace(us=triton_us, config={"b": 2})}
     row = SimpleNamespace(backends=entries, fastest=lambda: min(entries, key=lambda k: entries[k].us),
                           describe=lambda: "a row", measured=True)
     monkeypatch.setattr(tuned, "lookup", lambda *args: row)
