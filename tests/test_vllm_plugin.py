@@ -379,7 +379,8 @@ def test_the_decision_is_made_once_a_problem(engine: Engine, step: Any, gpu: Gpu
         for L in (4, 5)]
 
 
-def test_stochastic_rounding_is_passed_on(step: Any, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stochastic_rounding_is_passed_on(step: Any, gpu: Gpu, engine_log: Lines,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(mamba2, UPDATE, lambda *args: calls.append(args))
     arguments = step_arguments("meta")
@@ -388,6 +389,7 @@ def test_stochastic_rounding_is_passed_on(step: Any, gpu: Gpu, monkeypatch: pyte
     step(**arguments)
     assert [c[-2:] for c in calls] == [(True, 5), (False, 0)]
     assert [p.philox_rounds for p in gpu.asked] == [5, 0]
+    assert ["stochastic rounding (5 rounds)" in line for line in engine_log.lines[1:]] == [True, False]
 
 
 @pytest.mark.parametrize(("backend", "refused"), [("triton", False), ("flashinfer", True)])

@@ -206,7 +206,8 @@ def _first_step(args: tuple[Any, ...]) -> Tensor:
         raise UnsupportedError(dispatch.describe(problem),
                                "only the PyTorch backend could serve it, slower than the engine's kernel")
     out = op(*args)
-    log.info("replayssm_cute: serving %s on %s with the %s backend", dispatch.describe(problem),
+    rounding = f", stochastic rounding ({problem.philox_rounds} rounds)" if problem.philox_rounds else ""
+    log.info("replayssm_cute: serving %s%s on %s with the %s backend", dispatch.describe(problem), rounding,
              arch.of(device), backend)
     return out
 

@@ -262,7 +262,7 @@ print(*(getattr(*f).__module__ for f in functions))
 def test_switched_off_the_engine_refuses_replay_as_ever(model: Path, tmp_path: Path) -> None:
     process = run([str(HERE / "run_engine.py"), json.dumps({
         "model": str(model), "workload": "mixed", "out": str(tmp_path / "out"),
-        "options": CASES["plain"].engine_options(replay=True)})], REPLAYSSM_DISABLE="1")
+        "options": CASES["bf16 model"].engine_options(replay=True)})], REPLAYSSM_DISABLE="1")
     assert process.returncode != 0
     assert "replayssm_cute: vLLM left alone: REPLAYSSM_DISABLE is set" in process.stdout
     assert "ReplaySSM does not support mamba backend 'cpu'" in process.stdout
