@@ -47,6 +47,8 @@ class Engine:
         record = ":\n    CALLS.append(dict(locals()))\n    return 'the engine'\n"
         files = {
             "vllm": f"__version__, __version_tuple__ = {version!r}, {parts}",
+            "vllm.distributed": "get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size = "
+                                "(lambda: 1), (lambda: 2)",
             "vllm.platforms": f"class current_platform:\n    is_cpu = staticmethod(lambda: {cpu})",
             plugin.MIXER: f"CALLS = []\n{update}{record}",
             plugin.DISPATCH: f"CALLS = []\n{initialize}{record}",
@@ -366,7 +368,7 @@ def test_what_is_not_ours_goes_to_the_engine(engine: Engine, step: Any, gpu: Gpu
 
 def test_the_decision_is_made_once_a_problem(engine: Engine, step: Any, gpu: Gpu, engine_log: Lines,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mamba2, UPDATE, lambda *args: "ours")
+    monkeypatch.setattr(mamba2, UPDATE, lambda *args, rand_seed: "ours")
     arguments = step_arguments("meta", rows=7)
     for rows in (3, 3, 7):
         batch = {name: arguments[name][:rows] for name in ("x", "dt", "B", "C", "out")}
@@ -382,12 +384,16 @@ def test_the_decision_is_made_once_a_problem(engine: Engine, step: Any, gpu: Gpu
 def test_stochastic_rounding_is_passed_on(step: Any, gpu: Gpu, engine_log: Lines,
                                           monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(mamba2, UPDATE, lambda *args: calls.append(args))
+    monkeypatch.setattr(mamba2, UPDATE, lambda *args, rand_seed: calls.append((*args, rand_seed)))
+    monkeypatch.setattr(plugin, "seed_state", lambda seed, device, **layout: layout)
+    plugin._seed.cache_clear()
     arguments = step_arguments("meta")
     arguments["state"] = arguments["state"].half()
     step(**arguments, enable_stochastic_rounding=True, cache_philox_rounds=5)
     step(**arguments)
-    assert [c[-2:] for c in calls] == [(True, 5), (False, 0)]
+    second_of_two = {"first_head": 4, "total_heads": 8}  # this rank's place among the heads of the layer
+    assert [c[-3:] for c in calls] == [(True, 5, second_of_two), (False, 0, None)]
+    plugin._seed.cache_clear()
     assert [p.philox_rounds for p in gpu.asked] == [5, 0]
     assert ["stochastic rounding (5 rounds)" in line for line in engine_log.lines[1:]] == [True, False]
 

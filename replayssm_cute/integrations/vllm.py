@@ -9,18 +9,20 @@ imported its Mamba2 layer.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import logging
 import os
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from replayssm_cute import arch, dispatch, mamba2
 from replayssm_cute.errors import ReplayError, UnsupportedError
 from replayssm_cute.integrations._patching import Function, OnImport, Patch, Patches
-from replayssm_cute.rounding import check_rounds
+from replayssm_cute.rounding import check_rounds, seed_state
 from replayssm_cute.types import SUPPORTED, Mamba2Problem, Support
 from replayssm_cute.validate import mamba2_problem
 
@@ -167,14 +169,15 @@ def _serving(original: Function) -> Function:
         args = (state, x, dt, A, B, C, D, dt_bias, z, dt_softplus, x_cache, dt_cache, B_cache,
                 bc_pre, write_pos, is_flush, max_cache_len, state_batch_indices, null_block_id,
                 out, enable_stochastic_rounding, cache_philox_rounds)
+        seed = _seed(state.device, state.shape[1]) if enable_stochastic_rounding else None
         # What decides who serves: the same for all layers and batch sizes of a model.
         key = (state.dtype, state.shape, x.dtype, B.shape[1], max_cache_len,
                enable_stochastic_rounding)
         try:
             if ours.get(key):
-                return mamba2.selective_state_update_replayssm_output_only(*args)
+                return mamba2.selective_state_update_replayssm_output_only(*args, rand_seed=seed)
             if key not in ours:
-                y = _first_step(args)
+                y = _first_step(args, seed)
                 ours[key] = True
                 return y
         except ReplayError as error:  # nothing has been changed, so the engine can take the step
@@ -188,7 +191,15 @@ def _serving(original: Function) -> Function:
     return selective_state_update_replayssm_output_only
 
 
-def _first_step(args: tuple[Any, ...]) -> Tensor:
+@functools.cache
+def _seed(device: torch.device, nheads: int) -> Tensor:
+    """This rank's generator state, seeded as the engine seeded torch: the same draws at any split."""
+    parallel = importlib.import_module("vllm.distributed")
+    rank, ranks = parallel.get_tensor_model_parallel_rank(), parallel.get_tensor_model_parallel_world_size()
+    return seed_state(torch.initial_seed(), device, first_head=rank * nheads, total_heads=ranks * nheads)
+
+
+def _first_step(args: tuple[Any, ...], seed: Tensor | None) -> Tensor:
     """Serve the first step of a problem and log which backend does.
 
     Raises:
@@ -205,7 +216,7 @@ def _first_step(args: tuple[Any, ...]) -> Tensor:
     if backend == "torch" and device.type != "cpu":
         raise UnsupportedError(dispatch.describe(problem),
                                "only the PyTorch backend could serve it, slower than the engine's kernel")
-    out = op(*args)
+    out = op(*args, rand_seed=seed)
     rounding = f", stochastic rounding ({problem.philox_rounds} rounds)" if problem.philox_rounds else ""
     log.info("replayssm_cute: serving %s%s on %s with the %s backend", dispatch.describe(problem), rounding,
              arch.of(device), backend)
