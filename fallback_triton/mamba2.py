@@ -36,6 +36,7 @@ from fallback_triton.device import (
 )
 from fallback_triton.launch import compile_kernel, compile_options, kernel, stride
 from fallback_triton.mamba2_config import Mamba2TritonConfig, default_config, next_power_of_two
+from fallback_triton.rounding import arrive, leave, load_dice, random_bits, round_stochastic
 from replayssm_cute.types import Mamba2Problem
 from replayssm_cute.validate import mamba2_problem
 
@@ -88,8 +89,8 @@ def read_rows(state, x_ring, x_now, weight, C, decay, w, BLOCK_L: tl.constexpr):
 
 
 @triton.jit
-def fold_rows(state, x_ring, dt_ring, B_ring, x_now, B_row, C_row, p, w, dt, A, decay,
-              HEADDIM: tl.constexpr, DSTATE: tl.constexpr, FOLD_N: tl.constexpr):
+def fold_rows(state, x_ring, dt_ring, B_ring, x_now, B_row, C_row, p, w, dt, A, decay, dice, slot,
+              HEADDIM: tl.constexpr, DSTATE: tl.constexpr, FOLD_N: tl.constexpr, PHILOX_ROUNDS: tl.constexpr):
     """Fold window and checkpoint of rows p, store them, and return their y from the unrounded state.
 
     The ring is walked from its newest row backwards, which gives the sum of the later dt' as it goes.
@@ -119,7 +120,12 @@ def fold_rows(state, x_ring, dt_ring, B_ring, x_now, B_row, C_row, p, w, dt, A, 
                 folded += scaled[:, None] * B[i].to(tl.float32)[None, :]
                 later += d[i]
             j -= FOLD_ROWS
-        tl.store(at, folded.to(state.dtype.element_ty), mask=valid[:, None] & inside[None, :])
+        if PHILOX_ROUNDS > 0:
+            bits = random_bits(dice, slot, p, n0, HEADDIM, DSTATE, FOLD_N, PHILOX_ROUNDS)
+            rounded = round_stochastic(folded, bits, state.dtype.element_ty)
+        else:
+            rounded = folded.to(state.dtype.element_ty)
+        tl.store(at, rounded, mask=valid[:, None] & inside[None, :])
         y += tl.sum(folded * tl.load(C_row + n, mask=inside, other=0.0).to(tl.float32)[None, :], 1)
     return y
 
@@ -127,14 +133,14 @@ def fold_rows(state, x_ring, dt_ring, B_ring, x_now, B_row, C_row, p, w, dt, A, 
 @kernel
 def replay_kernel(
     state_ptr, x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, dt_bias_ptr, z_ptr, x_cache_ptr, dt_cache_ptr, B_cache_ptr,
-    write_pos_ptr, is_flush_ptr, indices_ptr, out_ptr, null_block_id: tl.int64,
+    write_pos_ptr, is_flush_ptr, indices_ptr, out_ptr, seed_ptr, null_block_id: tl.int64,
     state_slot: tl.int64, x_row: tl.int64, dt_row: tl.int64, dt_head: tl.int64, A_head: tl.int64, B_row: tl.int64,
     C_row: tl.int64, D_head: tl.int64, dt_bias_head: tl.int64, z_row: tl.int64, x_cache_slot: tl.int64,
     dt_cache_slot: tl.int64, B_cache_slot: tl.int64, indices_row: tl.int64, out_row: tl.int64,
     NHEADS: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr, NGROUPS: tl.constexpr,
     BUFFER_LEN: tl.constexpr, DT_SOFTPLUS: tl.constexpr, D_TIED: tl.constexpr, STATE_ALIGN: tl.constexpr,
     ROW_ALIGN: tl.constexpr, BLOCK_P: tl.constexpr, TAIL_P: tl.constexpr, BLOCK_L: tl.constexpr,
-    STATE_N: tl.constexpr, RING_N: tl.constexpr, FOLD_N: tl.constexpr,
+    STATE_N: tl.constexpr, RING_N: tl.constexpr, FOLD_N: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
 ):
     """One replay step; program = (batch row, head, tile of P), the tile fastest. Shapes as in ``replay_step``."""
     TILES: tl.constexpr = (HEADDIM + BLOCK_P + TAIL_P - 1) // (BLOCK_P + TAIL_P)
@@ -164,8 +170,13 @@ def replay_kernel(
         q = BLOCK_P + tl.arange(0, TAIL_P)
         x_now_q = tl.load(x_row_ptr + q, mask=q < HEADDIM, other=0.0)
         D_q, z_q = load_skip_and_gate(D_ptr, z_ptr, D_at, z_at, q, HEADDIM, D_TIED)
+    dice = ()
+    if PHILOX_ROUNDS > 0:
+        dice = load_dice(seed_ptr, head, NHEADS)
     tl.debug_barrier()
     if (slot == null_block_id) | (slot < 0):
+        if PHILOX_ROUNDS > 0:
+            leave(seed_ptr, arrive(seed_ptr))
         return
 
     # Second generation: the slot's. dt comes behind the barrier, for what needs it would be moved before it.
@@ -182,15 +193,17 @@ def replay_kernel(
         S_q = load_rows(state, q, q < HEADDIM, DSTATE, STATE_N)
     tl.debug_barrier()
 
+    if PHILOX_ROUNDS > 0:
+        arrived = arrive(seed_ptr)  # while the loads are under way
     if DT_SOFTPLUS:
         dt = softplus(dt)
     weight, decay = window_weights(dt_ring, dt, w, A, BLOCK_L)
     if flush:
         y = fold_rows(state, x_ring, dt_ring, B_ring, x_now, B_row_ptr, C_row_ptr, p, w, dt, A, decay,
-                      HEADDIM, DSTATE, FOLD_N)
+                      dice, slot, HEADDIM, DSTATE, FOLD_N, PHILOX_ROUNDS)
         if TAIL_P > 0:
             y_q = fold_rows(state, x_ring, dt_ring, B_ring, x_now_q, B_row_ptr, C_row_ptr, q, w, dt, A, decay,
-                            HEADDIM, DSTATE, FOLD_N)
+                            dice, slot, HEADDIM, DSTATE, FOLD_N, PHILOX_ROUNDS)
     else:
         weight *= window_scores(B_old, B_now, C_ring, w, BLOCK_L)
         y = read_rows(S, x_old, x_now, weight, C_state, decay, w, BLOCK_L)
@@ -209,14 +222,15 @@ def replay_kernel(
     store_out(out_row_ptr, y, x_now, D, z, p, HEADDIM, D_ptr is not None, z_ptr is not None)
     if TAIL_P > 0:
         store_out(out_row_ptr, y_q, x_now_q, D_q, z_q, q, HEADDIM, D_ptr is not None, z_ptr is not None)
+    if PHILOX_ROUNDS > 0:
+        leave(seed_ptr, arrived)
 
 
 def compile_replay_step(problem: Mamba2Problem, config: Mamba2TritonConfig) -> Callable[..., Tensor]:
     """Compile the step for the current device; the result takes the arguments of ``replay_step``.
 
     It serves every batch size. It launches one kernel and does nothing else: what it needs of shapes,
-    dtypes and alignment it takes from ``problem``, which the arguments must pose. The checkpoint is
-    rounded to nearest, so ``rand_seed``, the step's last argument, is None.
+    dtypes and alignment it takes from ``problem``, which the arguments must pose.
     """
     launch = compile_kernel(replay_kernel, replay_arguments(problem), replay_constants(problem, config),
                             compile_options(config.num_warps, config.max_registers))
@@ -225,9 +239,9 @@ def compile_replay_step(problem: Mamba2Problem, config: Mamba2TritonConfig) -> C
     def step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
              dt_bias: Tensor | None, z: Tensor | None, x_cache: Tensor, dt_cache: Tensor, B_cache: Tensor,
              write_pos: Tensor, is_flush: Tensor, state_batch_indices: Tensor, null_block_id: int,
-             out: Tensor, rand_seed: None = None) -> Tensor:
+             out: Tensor, rand_seed: Tensor | None = None) -> Tensor:
         launch(x.shape[0] * programs, state, x, dt, A, B, C, D, dt_bias, z, x_cache, dt_cache, B_cache, write_pos,
-               is_flush, state_batch_indices, out, null_block_id, state.stride(0), x.stride(0), dt.stride(0),
+               is_flush, state_batch_indices, out, rand_seed, null_block_id, state.stride(0), x.stride(0), dt.stride(0),
                dt.stride(1), A.stride(0), B.stride(0), C.stride(0), stride(D), stride(dt_bias), stride(z),
                x_cache.stride(0), dt_cache.stride(0), B_cache.stride(0), state_batch_indices.stride(0), out.stride(0))
         return out
@@ -240,7 +254,7 @@ def replay_arguments(problem: Mamba2Problem) -> list[torch.dtype | int | None]:
     integers = 16  # null_block_id and the strides
     return [p.state_dtype, act, p.dt_dtype, torch.float32, act, act, p.D_dtype, p.dt_bias_dtype,
             act if p.has_z else None, ring, torch.float32, ring, torch.int32, p.flush_dtype, p.index_dtype, act,
-            *[0] * integers]
+            torch.int64 if p.philox_rounds else None, *[0] * integers]
 
 
 def replay_constants(problem: Mamba2Problem, config: Mamba2TritonConfig) -> dict[str, int | bool]:
@@ -250,7 +264,8 @@ def replay_constants(problem: Mamba2Problem, config: Mamba2TritonConfig) -> dict
             "BUFFER_LEN": problem.buffer_len, "DT_SOFTPLUS": problem.dt_softplus, "D_TIED": problem.D_tied,
             "STATE_ALIGN": problem.state_align, "ROW_ALIGN": problem.row_align,
             "BLOCK_P": config.block_p, "TAIL_P": config.tail_p, "BLOCK_L": next_power_of_two(problem.buffer_len),
-            "STATE_N": config.state_n, "RING_N": config.ring_n, "FOLD_N": config.fold_n}
+            "STATE_N": config.state_n, "RING_N": config.ring_n, "FOLD_N": config.fold_n,
+            "PHILOX_ROUNDS": problem.philox_rounds}
 
 
 @lru_cache(maxsize=1024)
@@ -261,19 +276,21 @@ def _compiled(problem: Mamba2Problem, config: Mamba2TritonConfig, device: torch.
 def replay_step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
                 dt_bias: Tensor | None, z: Tensor | None, x_cache: Tensor, dt_cache: Tensor, B_cache: Tensor,
                 write_pos: Tensor, is_flush: Tensor, state_batch_indices: Tensor, null_block_id: int, out: Tensor,
-                *, dt_softplus: bool, config: Mamba2TritonConfig | None = None) -> Tensor:
+                rand_seed: Tensor | None = None, *, dt_softplus: bool, philox_rounds: int = 0,
+                config: Mamba2TritonConfig | None = None) -> Tensor:
     """One token per batch row by replay. Shapes, dtypes and rules: ``replayssm_cute.mamba2``.
 
-    Checks its arguments and compiles at the first call with a new kind of them; ``state``, the rings
-    and ``out`` are the caller's and are changed in place. A decode loop prepares the step once with
+    Checks its arguments and compiles at the first call with a new kind of them; ``state``, the rings,
+    ``out`` and ``rand_seed`` are the caller's and are changed in place. A decode loop prepares the step once with
     ``compile_replay_step`` instead.
 
     Raises:
         ArgumentError: an argument breaks the contract; nothing was changed.
     """
     args = (state, x, dt, A, B, C, D, dt_bias, z, x_cache, dt_cache, B_cache, write_pos, is_flush,
-            state_batch_indices, null_block_id, out)
-    problem = mamba2_problem(*args, dt_softplus=dt_softplus, max_cache_len=x_cache.shape[2])
+            state_batch_indices, null_block_id, out, rand_seed)
+    problem = mamba2_problem(*args, dt_softplus=dt_softplus, max_cache_len=x_cache.shape[2],
+                             philox_rounds=philox_rounds)
     if x.shape[0] == 0:
         return out
     chosen = config or default_config(problem, x.shape[0])

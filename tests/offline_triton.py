@@ -38,6 +38,7 @@ def problems(target: str) -> list[tuple[str, Mamba2Problem, int]]:
     return [*main,
             ("80x128 L16 f32", make_problem((96, 80, 128, 8), F32), 512),
             ("64x256 L16 f32", make_problem((48, 64, 256, 1), F32), 512),
+            ("64x128 L16 f16, stochastic", make_problem((64, 64, 128, 8), F16, philox_rounds=5), 512),
             ("20x24 L5 f16, all options",
              make_problem((6, 20, 24, 2), F16, 5, F16, has_z=True, D_tied=False, row_align=8, state_align=16,
                           index_dtype=torch.int64, index_ndim=2), 1),

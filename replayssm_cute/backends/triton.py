@@ -41,8 +41,6 @@ def _warp_size(arch: Arch) -> int:
 def supports(problem: Mamba2Problem, arch: Arch) -> Support:
     if not _installed():
         return Support(False, "triton is not installed")
-    if problem.philox_rounds:
-        return Support(False, "the kernels round the checkpoint to nearest only")
     if arch.kind == "cpu" and not _interpreting():
         return Support(False, "no GPU, and Triton was not imported under TRITON_INTERPRET=1")
     if arch.kind == "cuda" and arch.capability < OLDEST:
