@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from replayssm_cute.errors import ArgumentError
+from replayssm_cute.rounding import ELEMENTS_PER_CALL
 from replayssm_cute.types import SUPPORTED, Mamba2Geometry, Mamba2Problem, Support
 
 LINE = 128              # bytes of a row that one load instruction of a warp should cover
@@ -89,6 +90,8 @@ def validate(problem: Mamba2Problem, config: Mamba2TritonConfig, warp_size: int 
         return Support(False, f"{c.num_warps} warps of {warp_size} exceed 512 threads")
     if max(c.state_n, c.ring_n, c.fold_n) > next_power_of_two(g.dstate):
         return Support(False, f"a tile is wider than N={g.dstate}")
+    if problem.philox_rounds and c.fold_n < ELEMENTS_PER_CALL:
+        return Support(False, f"fold_n={c.fold_n} splits a call of the random generator")
     if state_per_thread(g, c, warp_size) > MAX_STATE_PER_THREAD:
         return Support(False, f"a thread would hold more than {MAX_STATE_PER_THREAD} state elements")
     if not 0 <= c.max_registers <= MAX_REGISTERS or (c.max_registers and warp_size != 32):
@@ -119,8 +122,12 @@ def default_config(problem: Mamba2Problem, batch: int, warp_size: int = 32, sms:
 
 
 def default_step_config(geometry: Mamba2Geometry, state_itemsize: int, warp_size: int = 32) -> Mamba2TritonConfig:
-    """The heuristic of the per-step baseline: a head a program, 64 state elements a thread."""
-    return _tile(geometry, state_itemsize, state_itemsize, warp_size, 64)
+    """The heuristic of the per-step baseline: a head a program, 64 state elements a thread.
+
+    Two programs of 8 warps, not one, fit a multiprocessor with 128 registers a thread.
+    """
+    config = _tile(geometry, state_itemsize, state_itemsize, warp_size, 64)
+    return replace(config, max_registers=128) if config.num_warps == 8 and warp_size == 32 else config
 
 
 def _tile(g: Mamba2Geometry, state_itemsize: int, ring_itemsize: int, warp_size: int,

@@ -60,7 +60,8 @@ def step_kernel(
     group = head // (NHEADS // NGROUPS)
     p = program % TILES * (BLOCK_P + TAIL_P) + tl.arange(0, BLOCK_P)
 
-    # Two generations of loads with a barrier behind the first, as in the replay kernel.
+    # Two generations of loads, each ended by a barrier, as in the replay kernel; here the second one also
+    # keeps the compiler from putting a tile's store before the next tile's load.
     slot = tl.load(indices_ptr + row * indices_row).to(tl.int64)
     dt = load_dt(dt_ptr, dt_bias_ptr, row * dt_row + head * dt_head, head * dt_bias_head)
     A = tl.load(A_ptr + head * A_head) * LOG2E
@@ -82,6 +83,7 @@ def step_kernel(
     S = load_rows(state, p, p < HEADDIM, DSTATE, STATE_N)
     if TAIL_P > 0:
         S_q = load_rows(state, q, q < HEADDIM, DSTATE, STATE_N)
+    tl.debug_barrier()
     if DT_SOFTPLUS:
         dt = softplus(dt)
     decay = tl.exp2(A * dt)
