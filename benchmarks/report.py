@@ -1,0 +1,91 @@
+"""Turn benchmark results into the table and the plot of the docs.
+
+    python -m benchmarks.report benchmarks/results/mamba2_decode_h200.json
+
+Replaces what stands between ``<!-- table -->`` and ``<!-- end -->`` in docs/performance.md and writes
+docs/mamba2_decode.png.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "performance.md"
+BEGIN, END = "<!-- table -->", "<!-- end -->"
+COLOURS = {"cute": "tab:green", "triton": "tab:blue", "per-step": "tab:grey"}
+
+
+def heading(provenance: dict[str, Any]) -> str:
+    p = provenance
+    return (f"{p['device']} ({p['sms']} multiprocessors), torch {p['torch']}, Triton {p['triton']}, CuTe DSL "
+            f"{p['cutlass_dsl']}, {p['date'][:10]}; large copy in the same run: {p['copy_gbps'] / 1000:.2f} TB/s.")
+
+
+def table(report: dict[str, Any]) -> str:
+    """A Markdown table: one line a point."""
+    lines = [heading(report["provenance"]), "",
+             "| layer | state | batch | per-step | Triton | CuTe | CuTe: copy | CuTe: same-size kernel | over per-step |",
+             "|---|---|---|---|---|---|---|---|---|"]
+    for row in report["rows"]:
+        cute, triton = row["backends"]["cute"], row["backends"]["triton"]
+        lines.append(f"| {row['geometry']} | {row['state_dtype']} | {row['batch']} | {row['per_step_us']:.2f} | "
+                     f"{triton['us']:.2f} | **{cute['us']:.2f}** | {cute['copy_percent']:.0f}% | "
+                     f"{cute['same_size_percent']:.0f}% | {row['per_step_us'] / cute['us']:.2f}x |")
+    return "\n".join(lines)
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Percent of the copy bandwidth on ideal bytes against the batch, a panel for each layer and dtype."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import torch
+
+    from replayssm_cute.layout import mamba2_step_bytes
+    from replayssm_tune.cli import parse_geometry
+
+    geometries = list(dict.fromkeys(r["geometry"] for r in report["rows"]))
+    dtypes = list(dict.fromkeys(r["state_dtype"] for r in report["rows"]))
+    figure, axes = plt.subplots(len(geometries), len(dtypes), figsize=(4 * len(dtypes), 2.8 * len(geometries)),
+                                sharex=True, sharey=True, squeeze=False)
+    copy = report["provenance"]["copy_gbps"] * 1e9
+    for i, geometry in enumerate(geometries):
+        for j, dtype in enumerate(dtypes):
+            axis, rows = axes[i][j], [r for r in report["rows"] if (r["geometry"], r["state_dtype"]) == (geometry, dtype)]
+            batches = [r["batch"] for r in rows]
+            step = mamba2_step_bytes(parse_geometry(geometry), rows[0]["buffer_len"], getattr(torch, dtype), replay=False)
+            series = {name: [r["backends"][name]["copy_percent"] for r in rows] for name in ("cute", "triton")}
+            series["per-step"] = [100 * step * r["batch"] / (r["per_step_us"] * 1e-6) / copy for r in rows]
+            axis.plot(batches, [100 * r["bytes"] / (r["same_size_us"] * 1e-6) / copy for r in rows], "k--", lw=1,
+                      label="elementwise kernel of the same size")
+            for name, values in series.items():
+                axis.plot(batches, values, "o-", ms=3, color=COLOURS[name], label=name)
+            axis.set_title(f"{geometry}, state {dtype}", fontsize=9)
+            axis.set_xscale("log", base=2)
+            axis.grid(alpha=0.3)
+    for axis in axes[-1]:
+        axis.set_xlabel("batch")
+    for row in axes:
+        row[0].set_ylabel("% of copy bandwidth")
+    axes[0][0].set_ylim(0, 108)
+    axes[0][0].legend(fontsize=7)
+    figure.suptitle("Mamba2 decode step, bytes that the method must move over the copy bandwidth\n"
+                    + heading(report["provenance"]), fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    report = json.loads(Path(sys.argv[1]).read_text())
+    text = PAGE.read_text()
+    before, rest = text.split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table(report)}\n{END}{rest.split(END)[1]}")
+    plot(report, DOCS / "mamba2_decode.png")
+
+
+if __name__ == "__main__":
+    main()
