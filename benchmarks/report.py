@@ -13,6 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from replayssm_cute.layout import mamba2_step_bytes
+from replayssm_tune.cli import parse_geometry
+
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "performance.md"
 BEGIN, END = "<!-- table -->", "<!-- end -->"
@@ -27,9 +32,9 @@ def heading(provenance: dict[str, Any]) -> str:
 
 def table(report: dict[str, Any]) -> str:
     """A Markdown table: one line a point."""
-    lines = [heading(report["provenance"]), "",
-             "| layer | state | batch | per-step | Triton | CuTe | CuTe: copy | CuTe: same-size kernel | over per-step |",
-             "|---|---|---|---|---|---|---|---|---|"]
+    columns = ("layer", "state", "batch", "per-step", "Triton", "CuTe", "CuTe: copy", "CuTe: same-size kernel",
+               "over per-step")
+    lines = [heading(report["provenance"]), "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in report["rows"]:
         cute, triton = row["backends"]["cute"], row["backends"]["triton"]
         lines.append(f"| {row['geometry']} | {row['state_dtype']} | {row['batch']} | {row['per_step_us']:.2f} | "
@@ -38,35 +43,37 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def draw(axis: Any, rows: list[dict[str, Any]], copy: float) -> None:
+    """One panel: the rows of a layer and dtype against the batch; ``copy`` in bytes a second."""
+    first = rows[0]
+    step_bytes = mamba2_step_bytes(parse_geometry(first["geometry"]), first["buffer_len"],
+                                   getattr(torch, first["state_dtype"]), replay=False)
+    batches = [r["batch"] for r in rows]
+    axis.plot(batches, [100 * r["bytes"] / (r["same_size_us"] * 1e-6) / copy for r in rows], "k--", lw=1,
+              label="elementwise kernel of the same size")
+    series = {name: [r["backends"][name]["copy_percent"] for r in rows] for name in ("cute", "triton")}
+    series["per-step"] = [100 * step_bytes * r["batch"] / (r["per_step_us"] * 1e-6) / copy for r in rows]
+    for name, values in series.items():
+        axis.plot(batches, values, "o-", ms=3, color=COLOURS[name], label=name)
+    axis.set_xscale("log", base=2)
+    axis.grid(alpha=0.3)
+
+
 def plot(report: dict[str, Any], path: Path) -> None:
     """Percent of the copy bandwidth on ideal bytes against the batch, a panel for each layer and dtype."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    import torch
-
-    from replayssm_cute.layout import mamba2_step_bytes
-    from replayssm_tune.cli import parse_geometry
 
     geometries = list(dict.fromkeys(r["geometry"] for r in report["rows"]))
     dtypes = list(dict.fromkeys(r["state_dtype"] for r in report["rows"]))
     figure, axes = plt.subplots(len(geometries), len(dtypes), figsize=(4 * len(dtypes), 2.8 * len(geometries)),
                                 sharex=True, sharey=True, squeeze=False)
-    copy = report["provenance"]["copy_gbps"] * 1e9
     for i, geometry in enumerate(geometries):
         for j, dtype in enumerate(dtypes):
-            axis, rows = axes[i][j], [r for r in report["rows"] if (r["geometry"], r["state_dtype"]) == (geometry, dtype)]
-            batches = [r["batch"] for r in rows]
-            step = mamba2_step_bytes(parse_geometry(geometry), rows[0]["buffer_len"], getattr(torch, dtype), replay=False)
-            series = {name: [r["backends"][name]["copy_percent"] for r in rows] for name in ("cute", "triton")}
-            series["per-step"] = [100 * step * r["batch"] / (r["per_step_us"] * 1e-6) / copy for r in rows]
-            axis.plot(batches, [100 * r["bytes"] / (r["same_size_us"] * 1e-6) / copy for r in rows], "k--", lw=1,
-                      label="elementwise kernel of the same size")
-            for name, values in series.items():
-                axis.plot(batches, values, "o-", ms=3, color=COLOURS[name], label=name)
-            axis.set_title(f"{geometry}, state {dtype}", fontsize=9)
-            axis.set_xscale("log", base=2)
-            axis.grid(alpha=0.3)
+            rows = [r for r in report["rows"] if (r["geometry"], r["state_dtype"]) == (geometry, dtype)]
+            draw(axes[i][j], rows, report["provenance"]["copy_gbps"] * 1e9)
+            axes[i][j].set_title(f"{geometry}, state {dtype}", fontsize=9)
     for axis in axes[-1]:
         axis.set_xlabel("batch")
     for row in axes:

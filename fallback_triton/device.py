@@ -54,6 +54,14 @@ def load_vector(row, N: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
+def store_vector(row, tiles, N: tl.constexpr, STEP: tl.constexpr):
+    """The reverse of ``load_vector``, in the dtype of ``row``."""
+    for i in tl.static_range(len(tiles)):
+        n = i * STEP + tl.arange(0, STEP)
+        tl.store(row + n, tiles[i].to(row.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
 def load_rows(matrix, rows, valid, N: tl.constexpr, STEP: tl.constexpr):
     """``rows`` of a dense (., N) matrix as a tuple of (ROWS, STEP) tiles, zero where not ``valid``."""
     tiles = ()

@@ -33,6 +33,7 @@ from fallback_triton.device import (
     row_dots,
     softplus,
     store_out,
+    store_vector,
 )
 from fallback_triton.launch import compile_kernel, compile_options, kernel, stride
 from fallback_triton.mamba2_config import Mamba2TritonConfig, default_config, next_power_of_two
@@ -214,9 +215,7 @@ def replay_kernel(
         if tile == 0:
             tl.store(dt_ring + w, dt)
             if head % (NHEADS // NGROUPS) == 0:
-                for i in tl.static_range(len(B_now)):
-                    n = i * RING_N + tl.arange(0, RING_N)
-                    tl.store(B_ring + w * DSTATE + n, B_now[i].to(B_ring.dtype.element_ty), mask=n < DSTATE)
+                store_vector(B_ring + w * DSTATE, B_now, DSTATE, RING_N)
 
     out_row_ptr = out_ptr + row * out_row + head * HEADDIM
     store_out(out_row_ptr, y, x_now, D, z, p, HEADDIM, D_ptr is not None, z_ptr is not None)
@@ -293,5 +292,5 @@ def replay_step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: T
                              philox_rounds=philox_rounds)
     if x.shape[0] == 0:
         return out
-    chosen = config or default_config(problem, x.shape[0])
+    chosen = config or default_config(problem)
     return _compiled(problem, chosen, state.device)(*args)

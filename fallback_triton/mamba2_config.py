@@ -5,8 +5,6 @@ Nothing here imports Triton, so that a tuner or a registry can read it anywhere.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -99,24 +97,27 @@ def validate(problem: Mamba2Problem, config: Mamba2TritonConfig, warp_size: int 
     return SUPPORTED
 
 
-def default_config(problem: Mamba2Problem, batch: int, warp_size: int = 32, sms: int = 0) -> Mamba2TritonConfig:
+def default_config(problem: Mamba2Problem, warp_size: int = 32) -> Mamba2TritonConfig:
     """The heuristic of the replay step where no measurement is at hand. Always valid.
+
+    It does not look at the batch: another split sums in another order, and a row is to give the same
+    bits in any batch.
 
     * A program takes a whole head where it can, since every further program of a head repeats the
       work on the ring: up to 8 warps of 96 state elements a thread.
-    * 64 state elements a thread. A 2-byte state is limited by instructions once the GPU is full (a
-      warp spends about 350 before its first state element), so there a thread takes 128.
+    * 64 state elements a thread; with a 2-byte state and inputs 128. There a full GPU is limited by
+      instructions, of which a warp spends about 350 before its first state element, and 128 elements
+      are no more registers in flight than 64 of fp32.
     * At 64 fp32 elements a thread, 128 registers keep 128 KB of state in flight on a multiprocessor;
       the compiler would take up to 170. Compiled for sm_90 with 2-byte inputs and L = 16, this limit
       spills nothing at N = 128 and 16 bytes at N = 256. Elsewhere the compiler chooses.
     """
-    g, itemsize = problem.geometry, problem.state_dtype.itemsize
-    config = _tile(g, itemsize, problem.ring_dtype.itemsize, warp_size, 64)
-    if problem.buffer_len > 16 or max(problem.act_dtype.itemsize, problem.ring_dtype.itemsize) > 2:
-        return config
-    if itemsize == 2 and warp_size == 32 and sms and batch * g.nheads * config.tiles(g.headdim) >= 8 * sms:
-        return _tile(g, itemsize, problem.ring_dtype.itemsize, warp_size, 128)
-    if itemsize == 4 and warp_size == 32 and config.num_warps >= 4 and state_per_thread(g, config, 32) <= 64:
+    g, fp32 = problem.geometry, problem.state_dtype.itemsize == 4
+    light = problem.buffer_len <= 16 and problem.act_dtype.itemsize == problem.ring_dtype.itemsize == 2
+    nvidia = warp_size == 32
+    config = _tile(g, problem.state_dtype.itemsize, problem.ring_dtype.itemsize, warp_size,
+                   128 if light and nvidia and not fp32 else 64)
+    if light and nvidia and fp32 and config.num_warps >= 4 and state_per_thread(g, config, warp_size) <= 64:
         return replace(config, max_registers=128)
     return config
 
@@ -160,22 +161,3 @@ def _split_rows(headdim: int, dstate: int, most: int) -> tuple[int, int]:
 def _tile_columns(dstate: int, itemsize: int, threads: int) -> int:
     """Columns of a tile: ``LINE`` bytes, and fewer than the threads (see ``device``)."""
     return min(LINE // itemsize, max(16, threads // 2), next_power_of_two(dstate))
-
-
-def valid_configs(problem: Mamba2Problem, warp_size: int = 32) -> Iterator[Mamba2TritonConfig]:
-    """The tuner's search space: every valid choice worth timing, in a fixed order."""
-    g = problem.geometry
-    whole = _split_rows(g.headdim, 1, 1 << 30)
-    widest = next_power_of_two(g.headdim)
-    splits = dict.fromkeys([whole, *((p, 0) for p in (16, 32, 64, 128) if p <= widest)])
-    limits = (0, 64, 80, 96, 128, 168) if warp_size == 32 else (0,)
-    for (block_p, tail_p), num_warps in itertools.product(splits, (1, 2, 4, 8)):
-        threads = num_warps * warp_size
-        state_n = _tile_columns(g.dstate, problem.state_dtype.itemsize, threads)
-        ring_n = _tile_columns(g.dstate, problem.ring_dtype.itemsize, threads)
-        for fold_n, limit in itertools.product((32, 64), limits):
-            config = Mamba2TritonConfig(block_p, tail_p, num_warps, state_n, ring_n,
-                                        min(fold_n, next_power_of_two(g.dstate)), limit)
-            if limit * threads * 2 <= 65536 and state_per_thread(g, config, warp_size) >= 8 \
-                    and validate(problem, config, warp_size):
-                yield config

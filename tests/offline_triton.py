@@ -29,23 +29,23 @@ def make_problem(shape: tuple[int, int, int, int], state: torch.dtype, buffer_le
     return Mamba2Problem(Mamba2Geometry(*shape), buffer_len, state, **fields)
 
 
-def problems(target: str) -> list[tuple[str, Mamba2Problem, int]]:
-    """(label, problem, batch): the served head shapes and dtypes on sm_90, a few of them elsewhere."""
-    main = [(f"64x128 L16 {state} b{batch}", make_problem((64, 64, 128, 8), state), batch)
-            for state in (F32, F16, BF16) for batch in (1, 512)]
+def problems(target: str) -> list[tuple[str, Mamba2Problem]]:
+    """(label, problem): the served head shapes and dtypes on sm_90, a few of them elsewhere."""
+    main = [(f"64x128 L16 {str(state)[6:]}", make_problem((64, 64, 128, 8), state)) for state in (F32, F16, BF16)]
+    tail = ("80x128 L5 bfloat16", make_problem((96, 80, 128, 8), BF16, 5))
     if target != "sm_90":
-        return [main[0], main[3], ("80x128 L5 bf16", make_problem((96, 80, 128, 8), BF16, 5), 1)]
-    return [*main,
-            ("80x128 L16 f32", make_problem((96, 80, 128, 8), F32), 512),
-            ("64x256 L16 f32", make_problem((48, 64, 256, 1), F32), 512),
-            ("64x128 L16 f16, stochastic", make_problem((64, 64, 128, 8), F16, philox_rounds=5), 512),
-            ("20x24 L5 f16, all options",
+        return [*main[:2], tail]
+    return [*main, tail,
+            ("80x128 L16 float32", make_problem((96, 80, 128, 8), F32)),
+            ("64x256 L16 float32", make_problem((48, 64, 256, 1), F32)),
+            ("64x128 L16 float16, stochastic", make_problem((64, 64, 128, 8), F16, philox_rounds=5)),
+            ("20x24 L5 float16, all options",
              make_problem((6, 20, 24, 2), F16, 5, F16, has_z=True, D_tied=False, row_align=8, state_align=16,
-                          index_dtype=torch.int64, index_ndim=2), 1),
-            ("112x96 L33 bf16, f32 inputs, f16 rings",
-             make_problem((7, 112, 96, 1), BF16, 33, F32, ring_dtype=F16), 1),
-            ("64x128 L64 f32, no D, no bias",
-             make_problem((64, 64, 128, 8), F32, 64, D_dtype=None, dt_bias_dtype=None, flush_dtype=torch.bool), 64)]
+                          index_dtype=torch.int64, index_ndim=2)),
+            ("112x96 L33 bfloat16, float32 inputs, float16 rings",
+             make_problem((7, 112, 96, 1), BF16, 33, F32, ring_dtype=F16)),
+            ("64x128 L64 float32, no D, no bias",
+             make_problem((64, 64, 128, 8), F32, 64, D_dtype=None, dt_bias_dtype=None, flush_dtype=torch.bool))]
 
 
 def compile_replay(target: str, problem: Mamba2Problem, config: Mamba2TritonConfig) -> Resources:
@@ -66,8 +66,8 @@ def compile_step(target: str, problem: Mamba2Problem, config: Mamba2TritonConfig
 def main() -> None:
     for target in sys.argv[1:] or TARGETS:
         warp_size = TARGETS[target].warp_size
-        for label, problem, batch in problems(target):
-            config = default_config(problem, batch, warp_size, 132)
+        for label, problem in problems(target):
+            config = default_config(problem, warp_size)
             row = {"label": label, "state_bytes": config.rows * problem.geometry.dstate * problem.state_dtype.itemsize,
                    "threads": config.num_warps * warp_size, "config": config.to_dict(),
                    "replay": asdict(compile_replay(target, problem, config))}

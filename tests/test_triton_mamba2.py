@@ -21,7 +21,6 @@ from fallback_triton.mamba2_config import (
     default_config,
     default_step_config,
     state_per_thread,
-    valid_configs,
     validate,
 )
 from replayssm_cute.arch import CPU, Arch
@@ -215,19 +214,15 @@ def problem_of(headdim: int, dstate: int, state: torch.dtype, act: torch.dtype =
 
 @pytest.mark.parametrize("warp_size", [32, 64])
 def test_configs_are_valid_and_cover_every_shape(warp_size: int) -> None:
-    for P, N, state, batch in itertools.product((1, 20, 32, 64, 80, 96, 112, 128, 256), (1, 16, 24, 64, 80, 128, 256),
-                                                (F32, BF16), (1, 512)):
+    for P, N, state in itertools.product((1, 20, 32, 64, 80, 96, 112, 128, 256), (1, 16, 24, 64, 80, 128, 256),
+                                         (F32, BF16)):
         problem = problem_of(P, N, state)
-        config = default_config(problem, batch, warp_size, 132)
+        config = default_config(problem, warp_size)
         assert validate(problem, config, warp_size), (P, N, config)
         assert config.rows * config.tiles(P) >= P and config.rows * (config.tiles(P) - 1) < P
         assert state_per_thread(problem.geometry, config, warp_size) <= 160
         step = default_step_config(problem.geometry, state.itemsize, warp_size)
         assert validate(problem, step, warp_size)
-    space = list(valid_configs(problem_of(80, 128, BF16), warp_size))
-    assert len(space) == len(set(space)) > 8 and any(c.tail_p for c in space)
-    assert all(validate(problem_of(80, 128, BF16), c, warp_size) for c in space)
-    assert (warp_size == 32) == any(c.max_registers for c in space)
 
 
 @pytest.mark.parametrize(("change", "reason"), [
@@ -237,11 +232,11 @@ def test_configs_are_valid_and_cover_every_shape(warp_size: int) -> None:
     ({"max_registers": 300}, "max_registers=300"), ({"fold_n": 4}, "splits a call of the random generator")])
 def test_invalid_configs_say_why(change: dict[str, int], reason: str) -> None:
     problem = replace(problem_of(80, 128, F32), philox_rounds=10)
-    assert reason in validate(problem, replace(default_config(problem, 1), **change)).reason
+    assert reason in validate(problem, replace(default_config(problem), **change)).reason
 
 
 def test_config_from_a_registry_row() -> None:
-    config = default_config(problem_of(64, 128, F32), 1)
+    config = default_config(problem_of(64, 128, F32))
     assert Mamba2TritonConfig.from_dict(config.to_dict()) == config
     for bad in ({"block_p": "64"}, {"block_q": 64}, {"block_p": True}):
         with pytest.raises(ArgumentError, match="config"):

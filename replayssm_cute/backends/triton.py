@@ -52,13 +52,13 @@ def prepare(problem: Mamba2Problem, arch: Arch, batch: int,
             config: dict[str, Any] | None) -> Callable[..., object]:
     from fallback_triton.mamba2 import compile_replay_step
 
-    return compile_replay_step(problem, _choose(problem, arch, batch, config))
+    return compile_replay_step(problem, _choose(problem, arch, config))
 
 
-def _choose(problem: Mamba2Problem, arch: Arch, batch: int, config: dict[str, Any] | None) -> Mamba2TritonConfig:
+def _choose(problem: Mamba2Problem, arch: Arch, config: dict[str, Any] | None) -> Mamba2TritonConfig:
     """The tuned choice where it is valid for this very problem, else the heuristic."""
     if config is not None:
         tuned = Mamba2TritonConfig.from_dict(config)
         if validate(problem, tuned, _warp_size(arch)):
             return tuned
-    return default_config(problem, batch, _warp_size(arch), arch.sms)
+    return default_config(problem, _warp_size(arch))
