@@ -1,4 +1,7 @@
-"""What is worth timing: candidates of each backend, the most promising first."""
+"""What is worth timing: candidates of each backend, the most promising first.
+
+All candidates of a backend give a row the same bits: the batch decides which of them serves.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from replayssm_cute.types import Mamba2Problem
 
 # (CTAs a multiprocessor, stages) of the bulk design.
 PLANS = ((3, 2), (2, 2), (2, 3), (3, 3), (2, 4), (1, 4))
+# Rows of a CTA of the direct design.
+TILES = (16, 32, 64)
 
 
 def candidates(backend: str, problem: Mamba2Problem, batch: int, arch: Arch) -> list[dict[str, Any]]:
@@ -24,11 +29,20 @@ def _cute(problem: Mamba2Problem, batch: int, arch: Arch) -> list[dict[str, Any]
     target = for_capability(arch.capability)
     if target is None:
         return []
-    ranked = cute_config.ranked(problem, batch, target)
-    bulk = [replace(c, min_ctas=ctas, stages=stages, evict_first=evict)
-            for c in ranked if c.design == "bulk"
-            for evict in (c.evict_first, not c.evict_first) for ctas, stages in PLANS]
-    found = [c for c in (*ranked, *bulk) if cute_config.validate(problem, c, target)]
+    default = cute_config.default_config(problem, batch, target)
+    if default is None:
+        return []
+    if default.design == "register":  # its choices sum in different orders
+        return [default.to_dict()]
+    near = []
+    for config in cute_config.ranked(problem, batch, target):
+        if config.design == "bulk":
+            near += [replace(config, min_ctas=ctas, stages=stages, evict_first=evict)
+                     for evict in (config.evict_first, not config.evict_first) for ctas, stages in PLANS]
+        else:
+            near += [replace(config, tile_p=rows, threads=2 * rows, pdl=pdl)
+                     for pdl in (False, True) for rows in (config.tile_p, *TILES)]
+    found = (c for c in (default, *near) if cute_config.validate(problem, c, target))
     return [c.to_dict() for c in dict.fromkeys(found)]
 
 
