@@ -1,8 +1,9 @@
 """Which backend serves a problem: decided once per problem and batch, never per step.
 
 Order of preference: CuTe DSL on compute capability 10.0 and 10.3; on 9.0 whichever of CuTe and
-Triton the registry has measured as faster, else Triton; Triton on every other GPU; PyTorch
-without a GPU. A backend chosen this way that fails falls through to the next one with one
+Triton the registry has measured as faster for the layer, else Triton; Triton on every other GPU;
+PyTorch without a GPU. The batch has no part in it: backends sum in different orders, and a row's bits
+must not change with the batch. A backend chosen this way that fails falls through to the next one with one
 warning; a backend asked for by name raises.
 """
 
@@ -67,14 +68,14 @@ def candidates(problem: Mamba2Problem, batch: int, arch: Arch) -> tuple[Candidat
     """Every backend in the order in which it would be tried on this device."""
     row = tuned.lookup(OP, problem, batch, arch)
     found = []
-    for backend, why in _preference(row, arch):
+    for backend, why in _preference(tuned.fastest(OP, problem, arch), arch):
         entry = row.backends.get(backend) if row else None
         found.append(Candidate(backend, backend_module(backend).supports(problem, arch),
                                entry.config if entry else None, why))
     return tuple(found)
 
 
-def _preference(row: tuned.TunedRow | None, arch: Arch) -> list[tuple[str, str]]:
+def _preference(measured: tuple[str, str] | None, arch: Arch) -> list[tuple[str, str]]:
     if arch.kind == "cpu":
         return [("torch", "no GPU"), ("triton", "interpreter only"), ("cute", "no GPU")]
     last = ("torch", "slow: materialises the states")
@@ -82,11 +83,10 @@ def _preference(row: tuned.TunedRow | None, arch: Arch) -> list[tuple[str, str]]
         return [("cute", "the kernels are specialised for this architecture"),
                 ("triton", "fallback"), last]
     if arch.kind == "cuda" and arch.capability == (9, 0):
-        measured = row is not None and row.measured
-        if row is not None and measured and row.fastest() == "cute":
-            return [("cute", f"measured as faster: {row.describe()}"), ("triton", "fallback"), last]
-        why = f"measured as faster: {row.describe()}" if row is not None and measured \
-            else "no measurement on this device"
+        name, evidence = measured or ("triton", None)
+        why = f"measured as faster: {evidence}" if evidence else "no measurement on this device"
+        if name == "cute":
+            return [("cute", why), ("triton", "fallback"), last]
         return [("triton", why), ("cute", "second choice"), last]
     return [("triton", "the CuTe kernels are built for 9.0, 10.0 and 10.3"),
             ("cute", "other architecture"), last]

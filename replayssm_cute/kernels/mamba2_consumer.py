@@ -81,10 +81,8 @@ class Consumer:
                   for c in range(self.N // 64)]
         C = [[device.select(second == half, piece[i], piece[i + 4]) for piece in pieces for i in range(4)]
              for half in range(2)]
-        dots = []
-        for i in range(FULL_ROWS):
-            row = s.state[None, warp * WARP_ROWS + group * FULL_ROWS + i, stage]
-            dots.append(self.full_dot([self.halves(row, (second + half) % 2, r) for half in range(2)], C))
+        rows = [s.state[None, warp * WARP_ROWS + group * FULL_ROWS + i, stage] for i in range(FULL_ROWS)]
+        dots = [self.full_dot([self.halves(row, (second + half) % 2, r) for half in range(2)], C) for row in rows]
         dot = self.full_sum(dots, lane)
         cute.arch.mbarrier_wait(s.scored + stage, phase)
         ring = self.window(s, stage, m, pos, lane, warp)

@@ -262,7 +262,8 @@ class Mamba2DirectKernel(WarpRows):
 
     def scaled_entries(self, x, weights, t, lane):
         """``scaled_x`` of block t of 16 entries."""
-        pairs = [[self.weight_of(weights, 16 * t + 8 * half + 2 * (lane % 4) + i) for i in range(2)] for half in range(2)]
+        first = 16 * t + 2 * (lane % 4)
+        pairs = [[self.weight_of(weights, first + 8 * half + i) for i in range(2)] for half in range(2)]
         return self.scaled_x(x, *pairs)
 
     @property
@@ -302,7 +303,8 @@ class Mamba2DirectKernel(WarpRows):
         out = [cute.make_rmem_tensor((self.fold_size,), self.state_dtype) for _ in range(2)]
         for i in range(self.fold_size // 8):
             at, tile = mma.chunk_of(m * (self.fold_size // 8) + i, 0, lane % 4), ((8,), (i,))
-            new = self.fold_chunk(scaled, right[i], [device.to_f32(cute.local_tile(row, *tile), 8) for row in old], decay)
+            held = [device.to_f32(cute.local_tile(row, *tile), 8) for row in old]
+            new = self.fold_chunk(scaled, right[i], held, decay)
             vector = mma.unpack(C[i])
             for half in range(2):
                 eight, = self.rounded(new[half], dice, call + half * self.N + at)  # eight rows are N calls

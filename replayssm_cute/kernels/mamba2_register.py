@@ -4,10 +4,11 @@ For inputs and shapes that the tensor cores do not take. Every load that depends
 before anything is used, and nothing waits for a barrier before the one that ends the step.
 
 Eight lanes form a lane group. A group reads a row of N elements as chunks c * 8 + lane of one vector
-load each, so that it takes whole 128-byte lines; dots over a row are reduced over its lanes. Group q of the CTA owns ring entries q, q + groups, ...: its lanes compute B_j . C together,
-then hold s_j (B_j . C) in a register while they multiply the x values they own of that entry; no
-barrier and no shared memory lie between the two. The same lanes own state rows q, q + groups, ...
-Partial sums meet in shared memory once: one row per warp for the ring, one dot per state row.
+load each, so that it takes whole 128-byte lines; dots over a row are reduced over its lanes. Group q
+of the CTA owns ring entries q, q + groups, ...: its lanes compute B_j . C together, then hold
+s_j (B_j . C) in a register while they multiply the x values they own of that entry; no barrier and no
+shared memory lie between the two. The same lanes own state rows q, q + groups, ... Partial sums meet
+in shared memory once: one row per warp for the ring, one dot per state row.
 """
 
 import cutlass

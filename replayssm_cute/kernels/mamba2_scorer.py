@@ -6,7 +6,7 @@ enters the state as (s_j x_j) B_j^T. The scorer computes what all consumer warps
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 
 from replayssm_cute.kernels import device, mma
 from replayssm_cute.kernels.mamba2_stage import C_SCALE, DECAY, DT, FACTS, FLUSH, HEAD, POS, SLOT, TILE, A

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 from dataclasses import replace
 from fractions import Fraction
@@ -47,7 +48,7 @@ from replayssm_cute.registry.tuned_file import (
 )
 from replayssm_cute.types import Mamba2Problem
 
-__all__ = ["Provenance", "TunedEntry", "TunedFile", "TunedRow", "clear_cache", "file_name",
+__all__ = ["Provenance", "TunedEntry", "TunedFile", "TunedRow", "clear_cache", "fastest", "file_name",
            "load_file", "lookup", "rows_for", "write_rows"]
 
 log = logging.getLogger("replayssm_cute")
@@ -81,6 +82,28 @@ def rows_for(op: str, problem: Mamba2Problem, arch: Arch) -> tuple[TunedRow, ...
     if device is None:
         return ()
     return tuple(replace(row, borrowed=device != arch.name) for row in by_device[device].values())
+
+
+def fastest(op: str, problem: Mamba2Problem, arch: Arch) -> tuple[str, str] | None:
+    """(backend, evidence): the backend with the least time for a layer, over all its batch sizes.
+
+    One for all batch sizes, since a row of a batch must not change its bits with the batch. It is the
+    one with the least geometric mean over the rows of the layer that are nearest by rules 3 and 4; the
+    first in alphabetical order on a tie. None where the device itself was not measured.
+    """
+    rows = [row for row in rows_for(op, problem, arch) if row.measured]
+    if not rows:
+        return None
+    nearest = min(rows, key=functools.partial(_distance, problem, 1))
+    layer = sorted((row for row in rows if row.key[:3] == nearest.key[:3]), key=lambda row: row.batch)
+    names = sorted(set.intersection(*(set(row.backends) for row in layer)))
+    if not names:
+        return None
+    means = {name: math.exp(math.fsum(math.log(row.backends[name].us) for row in layer) / len(layer)) for name in names}
+    times = ", ".join(f"{name} {us:.1f} us" for name, us in means.items())
+    batches = f"batch {layer[0].batch} to {layer[-1].batch}" if len(layer) > 1 else f"batch {layer[0].batch}"
+    return min(names, key=lambda name: means[name]), \
+        f"{nearest.provenance.device}, {batches}, {nearest.provenance.date}: {times} in geometric mean"
 
 
 def _distance(problem: Mamba2Problem, batch: int, row: TunedRow) -> tuple[Fraction | int, ...]:

@@ -121,10 +121,6 @@ class TunedRow:
         borrowed or predicted row is a good first choice of launch, not a race between two."""
         return not (self.borrowed or self.provenance.predicted)
 
-    def fastest(self) -> str:
-        """The backend with the least microseconds, the first in alphabetical order on a tie."""
-        return min(sorted(self.backends), key=lambda name: self.backends[name].us)
-
     def describe(self) -> str:
         """One line: device, batch, date, microseconds per backend, and what qualifies them."""
         times = ", ".join(f"{name} {entry.us:.1f} us" for name, entry in sorted(self.backends.items()))
