@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from replayssm_cute.errors import ArgumentError
-from replayssm_cute.rounding import ELEMENTS_PER_CALL
+from replayssm_cute.rounding import elements_per_call
 from replayssm_cute.types import SUPPORTED, Mamba2Geometry, Mamba2Problem, Support
 
 LINE = 128              # bytes of a row that one load instruction of a warp should cover
@@ -88,7 +88,7 @@ def validate(problem: Mamba2Problem, config: Mamba2TritonConfig, warp_size: int 
         return Support(False, f"{c.num_warps} warps of {warp_size} exceed 512 threads")
     if max(c.state_n, c.ring_n, c.fold_n) > next_power_of_two(g.dstate):
         return Support(False, f"a tile is wider than N={g.dstate}")
-    if problem.philox_rounds and c.fold_n < ELEMENTS_PER_CALL:
+    if problem.philox_rounds and c.fold_n < elements_per_call(problem.state_dtype):
         return Support(False, f"fold_n={c.fold_n} splits a call of the random generator")
     if state_per_thread(g, c, warp_size) > MAX_STATE_PER_THREAD:
         return Support(False, f"a thread would hold more than {MAX_STATE_PER_THREAD} state elements")

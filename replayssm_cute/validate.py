@@ -14,7 +14,7 @@ from torch import Tensor
 
 from replayssm_cute.errors import ArgumentError
 from replayssm_cute.layout import MAX_BUFFER_LEN, mamba2_ring_shapes
-from replayssm_cute.rounding import ELEMENTS_PER_CALL, check_rounds, check_state_dtype
+from replayssm_cute.rounding import check_rounds, check_state_dtype, elements_per_call
 from replayssm_cute.types import Mamba2Geometry, Mamba2Problem
 
 STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -144,9 +144,9 @@ def mamba2_problem(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C
 def _seed(value: Tensor | None, state: Tensor, philox_rounds: int) -> None:
     check_state_dtype(state.dtype)
     check_rounds(philox_rounds)
-    if state.shape[3] % ELEMENTS_PER_CALL:
-        raise ArgumentError("state", f"a multiple of {ELEMENTS_PER_CALL} columns for stochastic rounding",
-                            state.shape[3])
+    columns = elements_per_call(state.dtype)
+    if state.shape[3] % columns:
+        raise ArgumentError("state", f"a multiple of {columns} columns for stochastic rounding", state.shape[3])
     _tensor("rand_seed", value, (8,), (torch.int64,), state.device)
 
 
