@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from replayssm_cute.kernels.mamba2 import compile_mamba2
-from replayssm_cute.kernels.mamba2_config import Mamba2Config, default_config
-from replayssm_cute.kernels.targets import TARGETS
+from replayssm_cute.kernels.mamba2_config import Mamba2Config, ranked, validate
+from replayssm_cute.kernels.targets import TARGETS, Target
 from replayssm_cute.types import Mamba2Geometry, Mamba2Problem
 
 STATES = (torch.float32, torch.float16, torch.bfloat16)
@@ -31,18 +31,31 @@ def make_problem(shape: tuple[int, int, int, int], state: torch.dtype, buffer_le
                          **options)
 
 
-def problems() -> list[tuple[Mamba2Problem, int]]:
-    """(problem, batch): every served head shape, dtype and design, and the odd corners."""
-    shapes = [(64, 64, 128, 8), (96, 80, 128, 8), (48, 64, 256, 1), (32, 128, 256, 2), (80, 64, 64, 1),
-              (24, 32, 64, 1)]
-    found = [(make_problem(shape, state), batch) for shape in shapes for state in STATES for batch in (1, 512)]
-    f16, f32 = torch.float16, torch.float32
-    found += [(make_problem((64, 64, 128, 8), f32, 5), 1), (make_problem((64, 64, 128, 8), f16, 36), 512),
-              (make_problem((48, 64, 256, 1), f16, 64), 1), (make_problem((14, 64, 128, 1), f16, 1), 1),
-              (make_problem((64, 64, 128, 8), f32, act=f32, D_tied=False, has_z=True), 64),
-              (make_problem((64, 64, 128, 8), f16, has_z=True, D_tied=False, index_ndim=2), 64),
-              (make_problem((64, 64, 128, 8), f16, state_align=16, D_dtype=None, dt_bias_dtype=None), 1)]
+def problems() -> list[Mamba2Problem]:
+    """Every served head shape and dtype, and the odd corners."""
+    f32, f16, bf16 = STATES
+    shapes = [(64, 64, 128, 8), (96, 80, 128, 8), (48, 64, 256, 1), (32, 128, 256, 2), (80, 64, 64, 1)]
+    main = (64, 64, 128, 8)
+    found = [make_problem(shape, state) for shape in shapes for state in STATES]
+    found += [make_problem(main, f32, 5), make_problem(main, f16, 36), make_problem((48, 64, 256, 1), f16, 64),
+              make_problem((48, 64, 256, 1), f32, 64), make_problem((14, 64, 128, 1), f16, 1),
+              make_problem(main, f16, has_z=True, D_tied=False, index_ndim=2),
+              make_problem(main, f16, state_align=16, D_dtype=None, dt_bias_dtype=None)]
+    found += [make_problem(main, f16, philox_rounds=5), make_problem(main, f16, philox_rounds=10),
+              make_problem(main, bf16, philox_rounds=5), make_problem((96, 80, 128, 8), f16, philox_rounds=10),
+              make_problem(main, f16, act=f16, philox_rounds=5)]
+    # What the bulk design does not take: other inputs, shapes and rings.
+    found += [make_problem(shape, state, act=act) for shape in shapes[:3]
+              for state, act in ((f32, f32), (f16, f16), (bf16, f16))]
+    found += [make_problem((24, 32, 64, 1), f32, 5, act=f16), make_problem((7, 24, 128, 1), f16),
+              make_problem(main, f32, act=f32, D_tied=False, has_z=True)]
     return found
+
+
+def choices(problem: Mamba2Problem, target: Target) -> list[Mamba2Config]:
+    """The first choice of each design that serves the problem."""
+    valid = [c for c in ranked(problem, 1, target) if validate(problem, c, target)]
+    return list({c.design: c for c in reversed(valid)}.values())
 
 
 def disassemble(cubin: Path) -> tuple[str, list[str]]:
@@ -64,12 +77,14 @@ def report(problem: Mamba2Problem, config: Mamba2Config, target: str) -> dict[st
         resources, opcodes = disassemble(next(Path(folder).glob("*.cubin")))
     numbers = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", resources)}
     return {"geometry": str(problem.geometry), "state": str(problem.state_dtype), "L": problem.buffer_len,
+            "philox_rounds": problem.philox_rounds,
             "config": asdict(config), **numbers, "opcodes": dict(Counter(opcodes))}
 
 
 if __name__ == "__main__":
     target = TARGETS[sys.argv[1]]
-    for problem, batch in problems():
-        config = default_config(problem, batch, target)
-        assert config is not None, problem
-        print(json.dumps(report(problem, config, target.name)), flush=True)
+    for problem in problems():
+        configs = choices(problem, target)
+        assert configs, problem
+        for config in configs:
+            print(json.dumps(report(problem, config, target.name)), flush=True)

@@ -31,7 +31,7 @@ for state in map(lambda n: getattr(torch, n), sys.argv[1].split(",")):
     step = mamba2.compile_mamba2(problem, default_config(problem, 1, TARGETS["sm_90a"]), "sm_90a", 132)
     assert mamba2.compile_mamba2(problem, default_config(problem, 1, TARGETS["sm_90a"]), "sm_90a", 132) is step
     try:
-        step(*[None] * 17)
+        step(*[None] * 18)
     except TypeError as error:  # it names the tensors it was compiled for
         print(str(error).split("mState: ")[1].split(",")[4].strip(" )"))
 print("built", len(built))

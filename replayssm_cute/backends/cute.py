@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from replayssm_cute.arch import Arch
-from replayssm_cute.kernels.mamba2_config import Mamba2Config, default_config, validate
+from replayssm_cute.kernels.mamba2_config import Mamba2Config, default_config, ranked, validate
 from replayssm_cute.kernels.targets import Target, for_capability
+from replayssm_cute.rounding import LARGEST_CODE
 from replayssm_cute.types import SUPPORTED, Mamba2Problem, Support
 
 SELF_CHECKING = True
@@ -28,16 +29,14 @@ def supports(problem: Mamba2Problem, arch: Arch) -> Support:
     target = for_capability(arch.capability) if arch.kind == "cuda" else None
     if target is None:
         return Support(False, f"the kernels are built for 9.0, 10.0 and 10.3, not for {arch}")
+    if problem.state_dtype in LARGEST_CODE:
+        kind = str(problem.state_dtype).removeprefix("torch.")
+        return Support(False, f"the kernels serve no 8-bit checkpoint, and this one is {kind}; Triton does")
     if not _installed():
         return _installed()
     if default_config(problem, 1, target) is None:
-        return validate(problem, _plainest(problem), target)
+        return validate(problem, ranked(problem, 1, target)[-1], target)  # the least demanding one has the reason
     return SUPPORTED
-
-
-def _plainest(problem: Mamba2Problem) -> Mamba2Config:
-    """The least demanding choice: where even this is invalid, its reason is the answer."""
-    return Mamba2Config("register", problem.geometry.headdim, 2 * problem.geometry.headdim)
 
 
 def prepare(problem: Mamba2Problem, arch: Arch, batch: int,

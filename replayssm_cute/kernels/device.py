@@ -34,18 +34,9 @@ def fma(a, b, acc, packed):
 
 def dot(a, b, packed):
     """sum_i a[i] * b[i] over four accumulators; the length is a multiple of four."""
-    return total(accumulate([Float32(0.0)] * 4, a, b, packed))
-
-
-def accumulate(acc, a, b, packed):
-    """Add the products of a and b to the four accumulators of a dot."""
+    acc = [Float32(0.0)] * 4
     for i in range(0, len(a), 4):
         acc = fma(a[i:i + 4], b[i:i + 4], acc, packed)
-    return acc
-
-
-def total(acc):
-    """The dot that four accumulators hold."""
     return (acc[0] + acc[1]) + (acc[2] + acc[3])
 
 

@@ -47,15 +47,12 @@ def _build(problem: Mamba2Problem, config: Mamba2Config, target: str, sms: int, 
     from cutlass.cute.runtime import make_fake_stream
 
     from replayssm_cute.kernels.mamba2_bulk import Mamba2BulkKernel
-    from replayssm_cute.kernels.mamba2_direct import Mamba2DirectKernel
     from replayssm_cute.kernels.mamba2_register import Mamba2RegisterKernel
     from replayssm_cute.kernels.mamba2_tile import fake_arguments
 
-    kernel: Any
     if config.design == "bulk":
-        kernel = Mamba2BulkKernel(problem, config, TARGETS[target], sms)
+        kernel: Any = Mamba2BulkKernel(problem, config, TARGETS[target], sms)
     else:
-        one_tile = {"direct": Mamba2DirectKernel, "register": Mamba2RegisterKernel}[config.design]
-        kernel = one_tile(problem, config, TARGETS[target])
+        kernel = Mamba2RegisterKernel(problem, config, TARGETS[target])
     return cute.compile(kernel, *fake_arguments(problem), make_fake_stream(use_tvm_ffi_env_stream=True),
                         options=f"--enable-tvm-ffi --gpu-arch={target} {options}".strip())

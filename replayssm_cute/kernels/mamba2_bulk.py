@@ -13,8 +13,8 @@ spreads flushing rows over CTAs and over time; each passes through a ring of sta
   x^T . weights leave complete sums in their registers.
 
 Products of 2-byte operands run on the tensor cores, exact to fp32 (``mma.py``): they take a tenth
-of the instructions of FFMA, and a 2-byte state at full bandwidth leaves no room for more. The
-arithmetic is that of ``mamba2_warp.py``.
+of the instructions of FFMA, and a 2-byte state at full bandwidth leaves no room for more. The fold
+of a flush stays in FFMA: it runs on 1 / L of the items, hidden behind the copies of the others.
 """
 
 import cutlass
@@ -37,13 +37,12 @@ from replayssm_cute.kernels.mamba2_stage import (
     A,
     D,
 )
-from replayssm_cute.kernels.mamba2_tile import load_slot
-from replayssm_cute.kernels.mamba2_warp import WarpRows
+from replayssm_cute.kernels.mamba2_tile import ReplayTile, load_slot
 
 EVICT_FIRST = 0x12F0000000000000  # L2 policy word: evict_first for the whole access
 
 
-class Mamba2BulkKernel(Scorer, Consumer, WarpRows):
+class Mamba2BulkKernel(Scorer, Consumer, ReplayTile):
     """``min_ctas`` CTAs a multiprocessor, of ``threads`` consumers and two more warps."""
 
     def __init__(self, problem, config, target, sms: int) -> None:
@@ -51,6 +50,9 @@ class Mamba2BulkKernel(Scorer, Consumer, WarpRows):
         self.stages, self.ctas = config.stages, config.min_ctas * sms
         self.input_bytes = self.act_dtype.width // 8
         self.state_bytes = self.tile_p * self.N * self.state_dtype.width // 8
+        self.entries = -(-self.L // 16) * 16                       # ring rows that products take
+        # C must be split to be carried in fp16, where the state is; see ``Scorer.split_c``.
+        self.c_parts = 2 if self.state_dtype is cutlass.Float16 else 1
 
     @cute.jit
     def __call__(self, mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
@@ -116,9 +118,9 @@ class Mamba2BulkKernel(Scorer, Consumer, WarpRows):
             dt = tensor(Float32, self.L, ST)
             ints = tensor(Int32, 8, FACTS)
             floats = tensor(Float32, 4, FACTS)
-            # Written by the scorer. The second C part starts a chunk past a 128-byte line, so that the
+            # Written by the scorer. A C part starts 64 bytes past a 128-byte line, so that the two
             # parts that a load fetches together lie in different banks.
-            c_part = tensor(self.state_dtype, self.N + mma.CHUNK, self.c_parts, ST, align=128) \
+            c_part = tensor(self.state_dtype, self.N + mma.K_BLOCK, self.c_parts, ST, align=128) \
                 if self.c_parts > 1 else None
             w_part = tensor(self.act_dtype, E, mma.PARTS, ST)
             weight = tensor(Float32, E, ST)

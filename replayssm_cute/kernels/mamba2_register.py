@@ -1,14 +1,12 @@
-"""Mamba2 replay step, register design: one CTA per (row, head, tile), products in FFMA.
+"""Mamba2 replay step, register design: one CTA per (row, head, tile), the state in registers.
 
-For inputs and shapes that the tensor cores do not take. Every load that depends on the slot is issued
-before anything is used, and nothing waits for a barrier before the one that ends the step.
+For small batches, where latency rules: every load that depends on the slot is issued before
+anything is used, and nothing waits for a barrier before the one that ends the step.
 
-Eight lanes form a lane group. A group reads a row of N elements as chunks c * 8 + lane of one vector
-load each, so that it takes whole 128-byte lines; dots over a row are reduced over its lanes. Group q
-of the CTA owns ring entries q, q + groups, ...: its lanes compute B_j . C together, then hold
-s_j (B_j . C) in a register while they multiply the x values they own of that entry; no barrier and no
-shared memory lie between the two. The same lanes own state rows q, q + groups, ... Partial sums meet
-in shared memory once: one row per warp for the ring, one dot per state row.
+Lane group q of the CTA owns ring entries q, q + groups, ...: its lanes compute B_j . C together,
+then hold s_j (B_j . C) in a register while they multiply the x values they own of that entry; no
+barrier and no shared memory lie between the two. The same lanes own state rows q, q + groups, ...
+Partial sums meet in shared memory once: one row per warp for the ring, one dot per state row.
 """
 
 import cutlass
@@ -17,7 +15,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from replayssm_cute.kernels import device, rounding
 from replayssm_cute.kernels.compat import SmemAllocator
-from replayssm_cute.kernels.mamba2_config import LANES, state_vector
+from replayssm_cute.kernels.mamba2_config import LANES
 from replayssm_cute.kernels.mamba2_tile import LANE_BITS, ReplayTile, load_scalars, load_slot
 
 GROUP_BITS = (8, 16)            # lane groups of a warp
@@ -29,10 +27,6 @@ class Mamba2RegisterKernel(ReplayTile):
 
     def __init__(self, problem, config, target) -> None:
         super().__init__(problem, config, target)
-        self.groups = self.threads // LANES
-        self.rows = self.tile_p // self.groups                     # state rows of a thread
-        self.vec = state_vector(problem, config)
-        self.chunks = self.N // (LANES * self.vec)
         self.passes = -(-self.L // self.groups)                    # ring entries of a lane group
         self.x_lane = self.tile_p // LANES                         # x values of a lane
         self.fold_rows = next(r for r in range(self.rows, 0, -1)
@@ -128,10 +122,6 @@ class Mamba2RegisterKernel(ReplayTile):
     def row(self, i, group):
         """State row of the tile that is row i of a thread."""
         return i * self.groups + group
-
-    def chunk(self, row_tensor, c, lane_in_group):
-        """Chunk c of a row of N elements: what one lane loads at once."""
-        return cute.local_tile(row_tensor, (self.vec,), (c * LANES + lane_in_group,))
 
     def x_part(self, row_tensor, lane_in_group):
         """The x values of a tile that one lane owns."""

@@ -1,4 +1,8 @@
-"""What all Mamba2 replay kernels share: arguments, the window's weights, rounding and the epilogue."""
+"""What the two Mamba2 replay kernels share: the window's weights and the epilogue.
+
+Eight lanes form a lane group. A group reads a row of N elements as chunks c * 8 + lane of one vector
+load each, so that it takes whole 128-byte lines; dots over a row are reduced over its lanes.
+"""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,7 +10,7 @@ import torch
 from cutlass import Float32, const_expr
 
 from replayssm_cute.kernels import device, rounding
-from replayssm_cute.kernels.mamba2_config import Mamba2Config
+from replayssm_cute.kernels.mamba2_config import LANES, Mamba2Config, state_vector
 from replayssm_cute.kernels.targets import Target
 from replayssm_cute.types import Mamba2Problem
 
@@ -18,7 +22,10 @@ SEED_WORDS = 8                  # int64 words of the generator's state
 
 
 class ReplayTile:
-    """A tile of a head's state: ``tile_p`` rows of it. Base of all kernels."""
+    """Static layout of a tile and the arithmetic on it; base of both kernels.
+
+    A thread owns ``rows`` rows of the state, spread over the lanes of a group.
+    """
 
     def __init__(self, problem: Mamba2Problem, config: Mamba2Config, target: Target) -> None:
         g = problem.geometry
@@ -31,8 +38,22 @@ class ReplayTile:
         self.stochastic = problem.philox_rounds > 0
         self.tile_p, self.threads = config.tile_p, config.threads
         self.tiles = self.P // self.tile_p
-        self.warps = self.threads // 32
+        self.warps, self.groups = self.threads // 32, self.threads // LANES
+        self.rows = self.tile_p // self.groups                     # state rows of a thread
+        self.vec = state_vector(problem, config)
+        self.chunks = self.N // (LANES * self.vec)
         self.dt_parts = -(-self.L // 32)                           # dt ring entries of a lane
+
+    def chunk(self, row_tensor, c, lane_in_group):
+        """Chunk c of a row of N elements: what one lane loads at once."""
+        return cute.local_tile(row_tensor, (self.vec,), (c * LANES + lane_in_group,))
+
+    def row_values(self, row_tensor, lane_in_group, dtype):
+        """A lane's share of a row of N elements, in the order of the chunks, as Float32."""
+        values = []
+        for c in range(self.chunks):
+            values += device.load_f32(self.chunk(row_tensor, c, lane_in_group), self.vec, dtype)
+        return values
 
     def discretize(self, raw):
         """dt' of the current token from dt + dt_bias."""

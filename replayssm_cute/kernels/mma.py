@@ -5,13 +5,13 @@ spare columns are put to two uses:
 
 * A vector that does not fit the operands' type is split into parts (high, low) that do; each part
   takes a column, and the columns' sums are added in fp32.
-* A lane hands its 16-byte chunks of a row to the k axis in two orders, natural and with neighbours
-  swapped; even rows use one, odd rows the other, each with its own columns. Rows whose stride is a
-  multiple of 128 bytes are then read from shared memory without bank conflicts.
+* The 16-byte chunks of a row are handed to the k axis in two orders, natural and with neighbouring
+  64-byte blocks swapped; even rows use one, odd rows the other, each with its own columns. Rows
+  whose stride is a multiple of 128 bytes are then read from shared memory without bank conflicts.
 
-Lane layout (g = lane // 4, q = lane % 4): a lane loads rows g and g + 8, two neighbouring chunks of
-every 128 bytes; of the result it holds columns 2q and 2q + 1 of these two rows. The columns that fit
-row g are those of lanes with q % 2 == g % 2.
+Lane layout (g = lane // 4, q = lane % 4): a lane loads chunks of rows g and g + 8; of the result it
+holds columns 2q and 2q + 1 of these two rows. The columns that fit row g are those of lanes with
+q % 2 == g % 2.
 """
 
 import cutlass
@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 K_BLOCK = 32          # elements of a row that one pair of products takes: four lanes x 8
-CHUNK = 8             # elements of a chunk
+CHUNK = 8             # elements of a 16-byte load
 LOW_SHIFT = 12        # an fp16 low part is stored times 2^12, to stay clear of fp16's subnormals
 PARTS = 3             # bf16 parts that carry an fp32 value
 
@@ -45,50 +45,33 @@ def load_transposed(pointer):
         write_only_types=[Uint32] * 4, read_only_args=[pointer])
 
 
-def transpose(matrix):
-    """An 8x8 matrix of 2-byte elements, one packed register a lane, transposed within the warp."""
-    return cute.arch.inline_ptx("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};",
-                                write_only_types=[Uint32], read_only_args=[matrix])
+def chunk(row, block, swap, q):
+    """The lane's 16-byte chunk of a k block of a row, as four packed registers."""
+    fragment = cute.make_rmem_tensor((CHUNK,), row.element_type)
+    cute.autovec_copy(cute.local_tile(row, (CHUNK,), ((block ^ swap) * (K_BLOCK // CHUNK) + q,)), fragment)
+    packed = cute.recast_tensor(fragment, Uint32)
+    return [packed[i] for i in range(4)]
 
 
-def interleave(even, odd):
-    """Packed registers of two rows -> registers (even[n], odd[n]), two for each that comes in."""
-    out = []
-    for a, b in zip(even, odd):
-        out += [(a & Uint32(0xFFFF)) | (b << 16), (a >> 16) | (b & Uint32(0xFFFF0000))]
-    return out
-
-
-def packed(row, index, n=CHUNK):
-    """Elements index * n ... of a row of 2-byte elements, as packed registers."""
-    fragment = cute.make_rmem_tensor((n,), row.element_type)
-    cute.autovec_copy(cute.local_tile(row, (n,), (index,)), fragment)
-    words = cute.recast_tensor(fragment, Uint32)
-    return [words[i] for i in range(n // 2)]
-
-
-def chunk_of(block, swap, q):
-    """Number of the chunk of a row that a lane hands to k block ``block``."""
-    return block // 2 * 8 + 2 * q + (block % 2 ^ swap)
-
-
-def rows_times_vector(dtype, blocks, low, high, vector):
+def rows_times_vector(low_row, high_row, vector, length, lane):
     """Products of 16 rows with a vector, k accumulated in fp32.
 
     Args:
-        dtype: type of rows and vector.
-        blocks: k blocks of a row, an even number.
-        low, high, vector: block -> this lane's chunk of row g, of row g + 8, and of the part of the
-            vector that column g takes, four packed registers each.
+        low_row, high_row: this lane's rows g and g + 8, of ``length`` 2-byte elements.
+        vector: the part of the vector that column g takes; of the rows' type.
+        length: a multiple of 64.
 
     Returns:
         four Float32: rows g, g, g + 8, g + 8 with columns 2q, 2q + 1, 2q, 2q + 1.
     """
+    g, q = lane // 4, lane % 4
+    row_swap, column_swap = g % 2, (g // 2) % 2
     even, odd = [Float32(0.0)] * 4, [Float32(0.0)] * 4
-    for block in range(blocks):
-        lo, hi, v = low(block), high(block), vector(block)
-        even = mma(dtype, (lo[0], hi[0], lo[1], hi[1]), v[:2], even)
-        odd = mma(dtype, (lo[2], hi[2], lo[3], hi[3]), v[2:], odd)
+    for block in range(length // K_BLOCK):
+        lo, hi = chunk(low_row, block, row_swap, q), chunk(high_row, block, row_swap, q)
+        v = chunk(vector, block, column_swap, q)
+        even = mma(low_row.element_type, (lo[0], hi[0], lo[1], hi[1]), v[:2], even)
+        odd = mma(low_row.element_type, (lo[2], hi[2], lo[3], hi[3]), v[2:], odd)
     return [a + b for a, b in zip(even, odd)]
 
 

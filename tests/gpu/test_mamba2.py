@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,17 +10,17 @@ import torch
 
 from replayssm_cute import arch as archs
 from replayssm_cute import dispatch
-from replayssm_cute.kernels import mamba2_config
-from replayssm_cute.kernels.targets import for_capability
 from replayssm_cute.mamba2 import selective_state_update_replayssm_output_only, warmup_mamba2
 from replayssm_cute.reference.mamba2 import recurrent_step, replay_step
 from replayssm_cute.registry.models import all_models
+from replayssm_cute.rounding import seed_state
 from replayssm_cute.types import Mamba2Problem
 from replayssm_cute.validate import mamba2_problem
-from tests.cases import POOLS, Case, bits, check, make_case, oracle
+from replayssm_tune.space import candidates
+from tests.cases import ARGUMENTS, POOLS, Case, bits, check, make_case, oracle
+from tests.gpu.kinds import KINDS, act_dtype, prepare
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-KINDS = ("register", "bulk", "triton")
 HEAD_SHAPES = sorted({(m.geometry.headdim, m.geometry.dstate) for m in all_models()})
 EXTREME_DT = (-100.0, 19.9, 20.0, 20.1, 88.0, 89.0, 1e4, -8.0)
 gpu_case = functools.partial(make_case, device="cuda")
@@ -31,22 +30,9 @@ def problem_of(case: Case) -> Mamba2Problem:
     return mamba2_problem(*case.args(), dt_softplus=case.dt_softplus, max_cache_len=case.buffer_len)
 
 
-def prepared(kind: str, case: Case) -> Callable[..., object]:
-    """The compiled step of one kernel; skips where that kernel says why it cannot serve."""
-    problem, arch, batch = problem_of(case), archs.of("cuda"), case.views["x"].size[0]
-    if kind == "triton":
-        return functools.partial(dispatch.backend_module(kind).prepare(problem, arch, batch, None), *case.args(), None)
-    target = for_capability(arch.capability)
-    if target is None:
-        pytest.skip(f"no CuTe kernels for {arch}")
-    configs = [c for c in mamba2_config.ranked(problem, batch, target) if c.design == kind]
-    support = [mamba2_config.validate(problem, c, target) for c in configs]
-    config = next((c for c, s in zip(configs, support, strict=True) if s), None)
-    if config is None:
-        assert support[0].reason
-        pytest.skip(support[0].reason)
-    from replayssm_cute.kernels.mamba2 import compile_mamba2
-    return functools.partial(compile_mamba2(problem, config, target.name, arch.sms), *case.args(), None)
+def prepared(kind: str, case: Case) -> functools.partial[object]:
+    """One kernel's step with the case's arguments; skips where the kernel cannot serve."""
+    return functools.partial(prepare(kind, problem_of(case), case.views["x"].size[0]), *case.args(), None)
 
 
 def check_kernel(kind: str, case: Case) -> float:
@@ -62,7 +48,7 @@ def check_kernel(kind: str, case: Case) -> float:
 def test_head_shapes_of_all_models(kind: str, state: torch.dtype, shape: tuple[int, int]) -> None:
     headdim, dstate = shape
     check_kernel(kind, gpu_case(batch=9, nheads=6, ngroups=2, headdim=headdim, dstate=dstate, buffer_len=16,
-                                state=state, padded=(4, 7)))
+                                state=state, act=act_dtype(kind), padded=(4, 7)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,7 +56,7 @@ def test_head_shapes_of_all_models(kind: str, state: torch.dtype, shape: tuple[i
 def test_whole_layers(kind: str, nheads: int, headdim: int, ngroups: int) -> None:
     """Real layers at a batch that takes several rounds of a persistent grid."""
     check_kernel(kind, gpu_case(batch=23, nheads=nheads, headdim=headdim, dstate=128, ngroups=ngroups, buffer_len=16,
-                                state=F16, padded=(3,)))
+                                state=F16, act=act_dtype(kind), padded=(3,)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,7 +64,7 @@ def test_whole_layers(kind: str, nheads: int, headdim: int, ngroups: int) -> Non
 def test_ring_lengths(kind: str, buffer_len: int) -> None:
     cursors = [(w, w == buffer_len - 1 or w % 3 == 1) for w in range(buffer_len)]
     check_kernel(kind, gpu_case(batch=buffer_len, nheads=2, headdim=64, dstate=128, buffer_len=buffer_len,
-                                cursors=cursors))
+                                act=act_dtype(kind), cursors=cursors))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,7 +77,8 @@ def test_ring_lengths(kind: str, buffer_len: int) -> None:
     {"act": F16, "state": F16}, {"act": F32, "state": F32, "z": True}, {"act": F32, "ring": BF16},
     {"nheads": 7, "ngroups": 1}, {"nheads": 14}, {"nheads": 1, "ngroups": 1}, {"padded": (0, 1, 2, 3, 4)}], ids=str)
 def test_options(kind: str, options: dict[str, Any]) -> None:
-    shape = {"batch": 5, "nheads": 6, "ngroups": 2, "headdim": 64, "dstate": 128, "buffer_len": 8}
+    shape = {"batch": 5, "nheads": 6, "ngroups": 2, "headdim": 64, "dstate": 128, "buffer_len": 8,
+             "act": act_dtype(kind)}
     if "slots" in options:  # slot 0 is live beside padded rows of null block -1
         options = {**options, "slots": [3, 6, 5, 0, 7], "pool_slots": 9}
     check_kernel(kind, gpu_case(**{**shape, **options}))
@@ -110,7 +97,7 @@ def test_ring_cycles(kind: str, state: torch.dtype) -> None:
     """Two cycles with the state carried: rows at their own cursors, flushes forced at any of them."""
     L, pos, flushes = 8, [0, 3, 6], 0
     case = gpu_case(nheads=4, ngroups=2, headdim=64, dstate=128, buffer_len=L, state=state,
-                    cursors=[(w, False) for w in pos])
+                    act=act_dtype(kind), cursors=[(w, False) for w in pos])
     gen = torch.Generator("cuda").manual_seed(1)
     step = prepared(kind, case)
     for token in range(2 * L + 2):
@@ -132,9 +119,8 @@ def test_slots_past_two_to_the_31_elements(kind: str) -> None:
     slots = 2 ** 31 // (16 * 64 * 128) + 3
     for cursors in ([(3, True), (5, False)], [(5, False), (3, True)]):
         small = gpu_case(batch=2, nheads=16, headdim=64, dstate=128, ngroups=2, buffer_len=8, state=F16, pool_slots=6,
-                         slots=[1, 5], cursors=cursors)
-        args = dict(zip(("state", "x", "dt", "A", "B", "C", "D", "dt_bias", "z", *POOLS[1:], "write_pos", "is_flush",
-                         "state_batch_indices", "null_block_id", "out"), small.clone().args(), strict=True))
+                         act=act_dtype(kind), slots=[1, 5], cursors=cursors)
+        args = dict(zip(ARGUMENTS, small.clone().args(), strict=True))
         big = {name: torch.empty((slots, *small.views[name].size[1:]), dtype=small[name].dtype, device="cuda")
                for name in POOLS}
         for name in POOLS:
@@ -143,15 +129,7 @@ def test_slots_past_two_to_the_31_elements(kind: str) -> None:
         args["state_batch_indices"][1] = slots - 1
         assert big["state"][-1].storage_offset() > 2 ** 31
         problem = mamba2_problem(*args.values(), dt_softplus=True, max_cache_len=8)
-        module = dispatch.backend_module("triton" if kind == "triton" else "cute")
-        config = None
-        if kind != "triton":
-            target = for_capability(archs.of("cuda").capability)
-            if target is None:
-                pytest.skip("no CuTe kernels here")
-            config = next(c for c in mamba2_config.ranked(problem, 2, target)
-                          if c.design == kind and mamba2_config.validate(problem, c, target)).to_dict()
-        module.prepare(problem, archs.of("cuda"), 2, config)(*args.values(), None)
+        prepare(kind, problem, 2)(*args.values(), None)
         after = small.clone()
         for name in POOLS:
             after[name][[1, 5]] = big[name][[1, slots - 1]]
@@ -160,38 +138,76 @@ def test_slots_past_two_to_the_31_elements(kind: str) -> None:
         del big, args
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_same_bits_on_every_launch_and_anywhere_in_a_batch(kind: str) -> None:
-    """50 launches at several batch sizes: one row's bits never change, whatever stands beside it."""
+@pytest.mark.parametrize("kind", [*KINDS, "cute"])
+@pytest.mark.parametrize("state", [F32, F16], ids=str)
+def test_same_bits_on_every_launch_and_anywhere_in_a_batch(kind: str, state: torch.dtype) -> None:
+    """Launches at several batch sizes: one row's bits never change, whatever stands beside it.
+
+    "cute" is the backend's own choice, which changes with the batch.
+    """
+    shape: dict[str, Any] = {"nheads": 8, "ngroups": 2, "headdim": 64, "dstate": 128, "buffer_len": 8, "state": state,
+                             "act": act_dtype(kind), "pool_slots": 140}
     seen: dict[str, torch.Tensor] = {}
-    for batch in (1, 2, 5, 16, 33, 64):
+    for batch in (1, 2, 5, 16, 33, 130):
         for where in {0, batch // 2, batch - 1}:
-            cursors = [((3 * b) % 8, b % 3 == 0) for b in range(batch)]
-            cursors[where] = (6, True)
-            case = gpu_case(batch=batch, nheads=8, ngroups=2, headdim=64, dstate=128, buffer_len=8, cursors=cursors,
-                            pool_slots=70, seed=batch)
-            probe = gpu_case(batch=1, nheads=8, ngroups=2, headdim=64, dstate=128, buffer_len=8, cursors=[(6, True)],
-                             pool_slots=70)
-            for name in ("x", "B", "C"):
-                case[name][where] = probe[name][0]
-            case["dt"][where, :, 0] = probe["dt"][0, :, 0]
-            for name in ("A", "D", "dt_bias"):
-                case.buffers[name].copy_(probe.buffers[name])
-            for name in POOLS:
-                case[name][case.slots[where]] = probe[name][probe.slots[0]]
-            for _ in range(3):
+            for probe_cursor in ((6, True), (5, False)):
+                cursors = [((3 * b) % 8, b % 3 == 0) for b in range(batch)]
+                cursors[where] = probe_cursor
+                case = gpu_case(batch=batch, cursors=cursors, seed=batch, **shape)
+                probe = gpu_case(batch=1, cursors=[probe_cursor], **shape)
+                place(case, where, probe)
                 again = case.clone()
-                prepared(kind, again)()
+                if kind == "cute":
+                    public(again, "cute")
+                else:
+                    prepared(kind, again)()
                 got = {"out": again["out"][where], "state": again["state"][again.slots[where]]}
                 for name, value in got.items():
-                    first = seen.setdefault(name, value.clone())
+                    first = seen.setdefault(f"{name} {probe_cursor}", value.clone())
                     assert torch.equal(bits(value), bits(first)), f"{name} at batch {batch}, row {where}"
+
+
+def place(case: Case, where: int, probe: Case) -> None:
+    """Copy the only row of a probe, with its slot, into row ``where`` of a case of the same layer."""
+    for name in ("x", "B", "C"):
+        case[name][where] = probe[name][0]
+    case["dt"][where, :, 0] = probe["dt"][0, :, 0]
+    for name in ("A", "D", "dt_bias"):
+        case.buffers[name].copy_(probe.buffers[name])
+    for name in POOLS:
+        case[name][case.slots[where]] = probe[name][probe.slots[0]]
+
+
+@pytest.mark.parametrize(("state", "rounds"), [(F32, 0), (F16, 5), (BF16, 10)], ids=str)
+@pytest.mark.parametrize(("headdim", "dstate", "buffer_len"), [(64, 128, 16), (96, 256, 64)])
+def test_what_the_tuner_chooses_from_gives_the_same_bits(state: torch.dtype, rounds: int, headdim: int, dstate: int,
+                                                         buffer_len: int) -> None:
+    """Tile, CTAs and stages may change with the batch, and must not show."""
+    cursors = [(w, w == buffer_len - 1 or w % 3 == 1) for w in range(buffer_len)]
+    case = gpu_case(batch=buffer_len, nheads=6, ngroups=2, headdim=headdim, dstate=dstate, buffer_len=buffer_len,
+                    state=state, cursors=cursors, z=True)
+    seed = seed_state(5, "cuda") if rounds else None
+    problem = mamba2_problem(*case.args(), seed, dt_softplus=True, max_cache_len=buffer_len, philox_rounds=rounds)
+    module, arch = dispatch.backend_module("cute"), archs.of("cuda")
+    configs = candidates("cute", problem, buffer_len, arch)
+    if not configs:
+        pytest.skip("no CuTe kernels here")
+    configs = [configs[0], *(c for c in configs[1:] if c["tile_p"] != configs[0]["tile_p"]), configs[-1]]
+    assert len({c["tile_p"] for c in configs}) == 2
+    first = None
+    for config in (configs[0], configs[1], configs[-1]):
+        got = case.clone()
+        module.prepare(problem, arch, buffer_len, config)(*got.args(), None if seed is None else seed.clone())
+        first = first or got
+        for name in (*POOLS, "out"):
+            assert torch.equal(bits(got.buffers[name]), bits(first.buffers[name])), (name, config)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_captured_graph_follows_its_tensors(kind: str) -> None:
     """A graph captured once is replayed with other indices, cursors, flags and inputs in the same tensors."""
-    case = gpu_case(batch=6, nheads=4, ngroups=2, headdim=64, dstate=128, buffer_len=8, pool_slots=12)
+    case = gpu_case(batch=6, nheads=4, ngroups=2, headdim=64, dstate=128, buffer_len=8, pool_slots=12,
+                    act=act_dtype(kind))
     step = prepared(kind, case)
     stream = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
@@ -199,7 +215,7 @@ def test_captured_graph_follows_its_tensors(kind: str) -> None:
         step()
     for seed in range(4):
         other = gpu_case(batch=6, nheads=4, ngroups=2, headdim=64, dstate=128, buffer_len=8, pool_slots=12,
-                         seed=seed + 10, padded=(seed % 6,))
+                         act=act_dtype(kind), seed=seed + 10, padded=(seed % 6,))
         for name, buffer in other.buffers.items():
             case.buffers[name].copy_(buffer)
         case.cursors, case.slots = other.cursors, other.slots
@@ -210,10 +226,8 @@ def test_captured_graph_follows_its_tensors(kind: str) -> None:
 
 
 def public(case: Case, backend: str | None, **more: Any) -> torch.Tensor:
-    names = ("state", "x", "dt", "A", "B", "C", "D", "dt_bias", "z", *POOLS[1:], "write_pos", "is_flush",
-             "state_batch_indices", "null_block_id", "out")
     return selective_state_update_replayssm_output_only(
-        **{n: case.get(n) for n in names}, dt_softplus=case.dt_softplus, max_cache_len=case.buffer_len,
+        **{n: case.get(n) for n in ARGUMENTS}, dt_softplus=case.dt_softplus, max_cache_len=case.buffer_len,
         backend=backend, **more)
 
 

@@ -8,24 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from replayssm_cute import arch as archs
-from replayssm_cute import dispatch
-from replayssm_cute.kernels import mamba2_config
-from replayssm_cute.kernels.targets import for_capability
-from replayssm_cute.mamba2 import selective_state_update_replayssm_output_only as step
+from replayssm_cute.mamba2 import selective_state_update_replayssm_output_only
 from replayssm_cute.reference.mamba2 import replay_step
 from replayssm_cute.rounding import seed_state
 from replayssm_cute.validate import mamba2_problem
-from tests.cases import bits
+from tests.cases import ARGUMENTS, bits
+from tests.gpu.kinds import KINDS, act_dtype, prepare
 
-F16, BF16 = torch.float16, torch.bfloat16
-KINDS = ("register", "bulk", "triton")
-ORDER = ("state", "x", "dt", "A", "B", "C", "D", "dt_bias", "z", "x_cache", "dt_cache", "B_cache", "write_pos",
-         "is_flush", "state_batch_indices", "null_block_id", "out", "rand_seed")
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+ORDER = (*ARGUMENTS, "rand_seed")
 
 
 def exact_fold(state: torch.dtype, headdim: int = 64, dstate: int = 128, nheads: int = 6, ngroups: int = 2,
-               scale: int = 0) -> dict[str, Any]:
+               scale: int = 0, act: torch.dtype = BF16) -> dict[str, Any]:
     """A flush whose fp32 arithmetic is exact in any order: no decay, and few bits in every factor.
 
     ``scale`` moves the values by a power of two, to reach subnormal results of fp16.
@@ -42,16 +37,16 @@ def exact_fold(state: torch.dtype, headdim: int = 64, dstate: int = 128, nheads:
     H, P, N, G = nheads, headdim, dstate, ngroups
     return {
         "state": (integers(slots, H, P, N) * 2.0 ** (scale - 3)).to(state),
-        "x": (integers(batch, H, P) * 2.0 ** (scale - 11)).to(BF16),
-        "dt": steps(batch, H).to(BF16)[:, :, None].expand(-1, -1, P),
+        "x": (integers(batch, H, P) * 2.0 ** (scale - 11)).to(act),
+        "dt": steps(batch, H).to(act)[:, :, None].expand(-1, -1, P),
         "A": torch.zeros(H, device="cuda")[:, None, None].expand(H, P, N),
-        "B": integers(batch, G, N).to(BF16), "C": integers(batch, G, N).to(BF16), "D": None, "dt_bias": None, "z": None,
-        "x_cache": (integers(slots, H, L, P) * 2.0 ** (scale - 11)).to(BF16), "dt_cache": steps(slots, H, L),
-        "B_cache": integers(slots, G, L, N).to(BF16),
+        "B": integers(batch, G, N).to(act), "C": integers(batch, G, N).to(act), "D": None, "dt_bias": None, "z": None,
+        "x_cache": (integers(slots, H, L, P) * 2.0 ** (scale - 11)).to(act), "dt_cache": steps(slots, H, L),
+        "B_cache": integers(slots, G, L, N).to(act),
         "write_pos": torch.tensor([0, 3, 15, 8, 1], device="cuda", dtype=torch.int32),
         "is_flush": torch.tensor([1, 1, 1, 0, 1], device="cuda", dtype=torch.int8),
         "state_batch_indices": torch.tensor([8, 3, 1, 5, 0], device="cuda", dtype=torch.int32), "null_block_id": 0,
-        "out": torch.zeros(batch, H, P, device="cuda", dtype=BF16),
+        "out": torch.zeros(batch, H, P, device="cuda", dtype=act),
         "rand_seed": seed_state(2 ** 63 + 12345, "cuda", step=2 ** 33 + 7, first_head=H, total_heads=4 * H)}
 
 
@@ -60,19 +55,13 @@ def cloned(args: dict[str, Any]) -> dict[str, Any]:
     return {k: v.clone() if k in changed and v is not None else v for k, v in args.items()}
 
 
-def launch(kind: str, args: dict[str, Any], rounds: int) -> None:
+def prepared(kind: str, args: dict[str, Any], rounds: int) -> functools.partial[object]:
     problem = mamba2_problem(*(args[k] for k in ORDER), dt_softplus=False, max_cache_len=16, philox_rounds=rounds)
-    arch, config = archs.of("cuda"), None
-    module = dispatch.backend_module("triton" if kind == "triton" else "cute")
-    support = module.supports(problem, arch)
-    if not support:
-        pytest.skip(support.reason)
-    if kind != "triton":
-        target = for_capability(arch.capability)
-        assert target is not None
-        config = next(c for c in mamba2_config.ranked(problem, 5, target)
-                      if c.design == kind and mamba2_config.validate(problem, c, target)).to_dict()
-    module.prepare(problem, arch, 5, config)(*(args[k] for k in ORDER))
+    return functools.partial(prepare(kind, problem, 5), *(args[k] for k in ORDER))
+
+
+def launch(kind: str, args: dict[str, Any], rounds: int) -> None:
+    prepared(kind, args, rounds)()
     torch.cuda.synchronize()
 
 
@@ -82,7 +71,7 @@ def launch(kind: str, args: dict[str, Any], rounds: int) -> None:
     (5, 64, 128, 0), (10, 64, 128, -15), (1, 64, 128, -18), (5, 80, 128, 0), (10, 128, 256, 0), (7, 32, 64, 15)])
 def test_the_same_bits_as_the_specification(kind: str, state: torch.dtype, rounds: int, headdim: int, dstate: int,
                                             scale: int) -> None:
-    args = exact_fold(state, headdim, dstate, scale=scale)
+    args = exact_fold(state, headdim, dstate, scale=scale, act=act_dtype(kind, F32))
     got, want, nearest = cloned(args), cloned(args), cloned(args)
     replay_step(**want, dt_softplus=False, philox_rounds=rounds, dtype=torch.float64)
     launch(kind, got, rounds)
@@ -97,7 +86,7 @@ def test_the_same_bits_as_the_specification(kind: str, state: torch.dtype, round
 @pytest.mark.parametrize("kind", KINDS)
 def test_general_values_round_to_a_neighbour(kind: str) -> None:
     """With decay the fp32 fold may differ in its last bit, which moves a rounding once in thousands."""
-    args = exact_fold(F16)
+    args = exact_fold(F16, act=act_dtype(kind, F32))
     args["A"] = (-torch.rand(6, device="cuda"))[:, None, None].expand(6, 64, 128)
     got, want, exact = cloned(args), cloned(args), cloned(args)
     exact["state"] = exact["state"].float()
@@ -114,15 +103,13 @@ def test_general_values_round_to_a_neighbour(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replayed_graph_draws_anew_and_reproducibly(kind: str) -> None:
-    args = exact_fold(F16)
+    args = exact_fold(F16, act=act_dtype(kind, F32))
     start = cloned(args)
     launch(kind, cloned(args), 5)  # compiled before the capture
-    problem = mamba2_problem(*(args[k] for k in ORDER), dt_softplus=False, max_cache_len=16, philox_rounds=5)
-    module = dispatch.backend_module("triton" if kind == "triton" else "cute")
-    prepared = module.prepare(problem, archs.of("cuda"), 5, None)
+    step = prepared(kind, args, 5)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
-        prepared(*(args[k] for k in ORDER))
+        step()
     states = []
     for replay in range(64):
         for name in ("state", "x_cache", "dt_cache", "B_cache"):
@@ -149,8 +136,8 @@ def test_a_replayed_graph_draws_anew_and_reproducibly(kind: str) -> None:
 
 def test_the_default_state_advances_in_the_public_op() -> None:
     args = {k: v for k, v in exact_fold(F16).items() if k != "rand_seed"}
-    run = functools.partial(step, dt_softplus=False, max_cache_len=16, enable_stochastic_rounding=True,
-                            cache_philox_rounds=5)
+    run = functools.partial(selective_state_update_replayssm_output_only, dt_softplus=False, max_cache_len=16,
+                            enable_stochastic_rounding=True, cache_philox_rounds=5)
     first, second = ({k: v.clone() if isinstance(v, torch.Tensor) and v.stride()[-1] else v for k, v in args.items()}
                      for _ in range(2))
     run(**first)

@@ -16,8 +16,6 @@ from replayssm_cute.types import Mamba2Problem
 
 # (CTAs a multiprocessor, stages) of the bulk design.
 PLANS = ((3, 2), (2, 2), (2, 3), (3, 3), (2, 4), (1, 4))
-# Rows of a CTA of the direct design.
-TILES = (16, 32, 64)
 
 
 def candidates(backend: str, problem: Mamba2Problem, batch: int, arch: Arch) -> list[dict[str, Any]]:
@@ -29,20 +27,18 @@ def _cute(problem: Mamba2Problem, batch: int, arch: Arch) -> list[dict[str, Any]
     target = for_capability(arch.capability)
     if target is None:
         return []
+    near = []
+    for first in cute_config.ranked(problem, batch, target):
+        if first.design == "bulk":
+            near += [replace(first, tile_p=rows, threads=2 * rows, min_ctas=ctas, stages=stages, evict_first=evict)
+                     for rows in (first.tile_p, first.tile_p // 2)
+                     for evict in (first.evict_first, not first.evict_first) for ctas, stages in PLANS]
     default = cute_config.default_config(problem, batch, target)
     if default is None:
         return []
-    if default.design == "register":  # its choices sum in different orders
-        return [default.to_dict()]
-    near = []
-    for config in cute_config.ranked(problem, batch, target):
-        if config.design == "bulk":
-            near += [replace(config, min_ctas=ctas, stages=stages, evict_first=evict)
-                     for evict in (config.evict_first, not config.evict_first) for ctas, stages in PLANS]
-        else:
-            near += [replace(config, tile_p=rows, threads=2 * rows, pdl=pdl)
-                     for pdl in (False, True) for rows in (config.tile_p, *TILES)]
-    found = (c for c in (default, *near) if cute_config.validate(problem, c, target))
+    if default.design == "register":  # other widths of a load sum in another order
+        near = [c for c in cute_config.ranked(problem, batch, target) if c.vec_bits == default.vec_bits]
+    found = [c for c in (default, *near) if cute_config.validate(problem, c, target)]
     return [c.to_dict() for c in dict.fromkeys(found)]
 
 
