@@ -1,9 +1,9 @@
-"""Turn benchmark results into the table and the plot of the docs.
+"""Turn benchmark results into the tables and the plot of the docs.
 
     python -m benchmarks.report benchmarks/results/mamba2_decode_h200.json
 
-Replaces what stands between ``<!-- table -->`` and ``<!-- end -->`` in docs/performance.md and writes
-docs/mamba2_decode.png.
+Replaces what stands between ``<!-- table -->`` and ``<!-- end -->`` in docs/performance.md, between
+``<!-- cost -->`` and ``<!-- end -->`` in docs/rounding.md, and writes docs/mamba2_decode.png.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from replayssm_cute.layout import mamba2_step_bytes
 from replayssm_tune.cli import parse_geometry
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = DOCS / "performance.md"
-BEGIN, END = "<!-- table -->", "<!-- end -->"
+END = "<!-- end -->"
 COLOURS = {"cute": "tab:green", "triton": "tab:blue", "per-step": "tab:grey"}
 
 
@@ -30,16 +29,39 @@ def heading(provenance: dict[str, Any]) -> str:
             f"{p['cutlass_dsl']}, {p['date'][:10]}; large copy in the same run: {p['copy_gbps'] / 1000:.2f} TB/s.")
 
 
+def nearest(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows without stochastic rounding."""
+    return [row for row in report["rows"] if not row["philox_rounds"]]
+
+
 def table(report: dict[str, Any]) -> str:
     """A Markdown table: one line a point."""
     columns = ("layer", "state", "batch", "per-step", "Triton", "CuTe", "CuTe: copy", "CuTe: same-size kernel",
                "over per-step")
     lines = [heading(report["provenance"]), "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for row in report["rows"]:
+    for row in nearest(report):
         cute, triton = row["backends"]["cute"], row["backends"]["triton"]
         lines.append(f"| {row['geometry']} | {row['state_dtype']} | {row['batch']} | {row['per_step_us']:.2f} | "
                      f"{triton['us']:.2f} | **{cute['us']:.2f}** | {cute['copy_percent']:.0f}% | "
                      f"{cute['same_size_percent']:.0f}% | {row['per_step_us'] / cute['us']:.2f}x |")
+    return "\n".join(lines)
+
+
+def cost_table(report: dict[str, Any]) -> str:
+    """What stochastic rounding adds to a step: a Markdown table, one line a layer, dtype and batch."""
+    def point(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["geometry"], row["state_dtype"], row["batch"]
+
+    base = {point(row): row for row in nearest(report)}
+    rounds = sorted({row["philox_rounds"] for row in report["rows"]} - {0})
+    held = {(*point(row), row["philox_rounds"]): row for row in report["rows"]}
+    heads = [f"{name}, {r} rounds" for name in ("CuTe", "Triton") for r in rounds]
+    lines = [heading(report["provenance"]), "", f"| layer | state | batch | {' | '.join(heads)} |",
+             "|---" * (3 + len(heads)) + "|"]
+    for key in sorted({point(row) for row in report["rows"] if row["philox_rounds"]}):
+        added = [100 * (held[(*key, r)]["backends"][name]["us"] / base[key]["backends"][name]["us"] - 1)
+                 for name in ("cute", "triton") for r in rounds]
+        lines.append(f"| {' | '.join(map(str, key))} | {' | '.join(f'{a:+.1f}%' for a in added)} |")
     return "\n".join(lines)
 
 
@@ -65,13 +87,14 @@ def plot(report: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    geometries = list(dict.fromkeys(r["geometry"] for r in report["rows"]))
-    dtypes = list(dict.fromkeys(r["state_dtype"] for r in report["rows"]))
+    points = nearest(report)
+    geometries = list(dict.fromkeys(r["geometry"] for r in points))
+    dtypes = list(dict.fromkeys(r["state_dtype"] for r in points))
     figure, axes = plt.subplots(len(geometries), len(dtypes), figsize=(4 * len(dtypes), 2.8 * len(geometries)),
                                 sharex=True, sharey=True, squeeze=False)
     for i, geometry in enumerate(geometries):
         for j, dtype in enumerate(dtypes):
-            rows = [r for r in report["rows"] if (r["geometry"], r["state_dtype"]) == (geometry, dtype)]
+            rows = [r for r in points if (r["geometry"], r["state_dtype"]) == (geometry, dtype)]
             draw(axes[i][j], rows, report["provenance"]["copy_gbps"] * 1e9)
             axes[i][j].set_title(f"{geometry}, state {dtype}", fontsize=9)
     for axis in axes[-1]:
@@ -86,11 +109,16 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def fill(page: Path, begin: str, content: str) -> None:
+    """Replace what stands between ``begin`` and the next END of a page."""
+    before, rest = page.read_text().split(begin)
+    page.write_text(f"{before}{begin}\n{content}\n{END}{rest.split(END, 1)[1]}")
+
+
 def main() -> None:
     report = json.loads(Path(sys.argv[1]).read_text())
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(report)}\n{END}{rest.split(END)[1]}")
+    fill(DOCS / "performance.md", "<!-- table -->", table(report))
+    fill(DOCS / "rounding.md", "<!-- cost -->", cost_table(report))
     plot(report, DOCS / "mamba2_decode.png")
 
 

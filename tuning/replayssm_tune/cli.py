@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from pathlib import Path
@@ -64,23 +65,30 @@ def command_run(args: argparse.Namespace) -> None:
     from replayssm_tune.timing import copy_bandwidth, provenance
 
     geometry, folder = geometry_of(args), Path(args.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    bandwidth, arch = copy_bandwidth(), archs.of("cuda")
+    bandwidth = copy_bandwidth()
     info = provenance(bandwidth)
+    seconds = args.budget / (len(args.state_dtype) * len(args.batch) * len(args.backend))
+    for name in args.state_dtype:
+        measure_rows(geometry, args.buffer_len, getattr(torch, name), args.batch, args.backend, seconds, bandwidth,
+                     functools.partial(print, flush=True), functools.partial(merge_row, folder, geometry, name, info))
+
+
+def merge_row(folder: Path, geometry: Mamba2Geometry, state_dtype: str, info: dict[str, Any],
+               row: dict[str, Any]) -> None:
+    """Write a row into the file of a folder that holds its kind; it replaces the row of the same key.
+
+    Args:
+        state_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+        info: ``timing.provenance``.
+    """
+    arch = archs.of("cuda")
     record = {"device": arch.name, "capability": info["capability"], "sms": info["sms"], "torch": info["torch"],
               "triton": info["triton"], "cutlass_dsl": info["cutlass_dsl"], "package": replayssm_cute.__version__,
               "date": info["date"][:10], "method": METHOD, "predicted": False}
-    seconds = args.budget / (len(args.state_dtype) * len(args.batch) * len(args.backend))
-    for name in args.state_dtype:
-        path = folder / tuned.file_name(dispatch.OP, geometry.headdim, geometry.dstate, name, arch.name)
-        rows = [] if not path.exists() else [r for r in stored_rows(path) if not same_layer(r, geometry, args)]
-
-        def keep(row: dict[str, Any], path: Path = path, rows: list[dict[str, Any]] = rows) -> None:
-            rows.append(row)
-            tuned.write_rows(path, record, rows)
-
-        measure_rows(geometry, args.buffer_len, getattr(torch, name), args.batch, args.backend, seconds, bandwidth,
-                     lambda line: print(line, flush=True), keep)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / tuned.file_name(dispatch.OP, geometry.headdim, geometry.dstate, state_dtype, arch.name)
+    held = {} if not path.exists() else {key(row): row for row in stored_rows(path)}
+    tuned.write_rows(path, record, {**held, key(row): row}.values())
 
 
 def stored_rows(path: Path) -> list[dict[str, Any]]:
@@ -89,10 +97,9 @@ def stored_rows(path: Path) -> list[dict[str, Any]]:
     return list(json.loads(path.read_text())["rows"])
 
 
-def same_layer(row: dict[str, Any], geometry: Mamba2Geometry, args: argparse.Namespace) -> bool:
-    """Whether a stored row is one that this run measures again."""
-    return (row["nheads"], row["ngroups"], row["buffer_len"]) == (geometry.nheads, geometry.ngroups, args.buffer_len) \
-        and row["batch"] in args.batch
+def key(row: dict[str, Any]) -> tuple[int, int, int, int]:
+    """What tells a row from the others of its file."""
+    return row["nheads"], row["ngroups"], row["buffer_len"], row["batch"]
 
 
 def command_check(args: argparse.Namespace) -> None:

@@ -118,12 +118,19 @@ def measure_rows(geometry: Mamba2Geometry, buffer_len: int, state_dtype: torch.d
         if not entries:
             say(f"batch {batch}: no backend could be measured")
             continue
-        fastest = min(entry["us"] for entry in entries.values())
-        share = mamba2_step_bytes(geometry, buffer_len, state_dtype) * batch / (fastest * 1e-6) / bandwidth
-        row = {"nheads": geometry.nheads, "ngroups": geometry.ngroups, "buffer_len": buffer_len, "batch": batch,
-               "backends": entries, "per_step_us": round(time_per_step(w), 3), "copy_percent": round(100 * share, 1)}
+        row = registry_row(w, entries, time_per_step(w), bandwidth)
         say(f"{geometry} {str(state_dtype)[6:]} batch {batch}: per step {row['per_step_us']:.2f} us, "
             + ", ".join(f"{n} {e['us']:.2f} us" for n, e in entries.items()) + f", {row['copy_percent']}% of copy")
         keep(row)
         del w
         torch.cuda.empty_cache()
+
+
+def registry_row(w: Workload, entries: dict[str, dict[str, Any]], per_step_us: float | None,
+                 bandwidth: float) -> dict[str, Any]:
+    """A registry row of what was measured on a workload; ``entries`` by backend as the file holds them."""
+    g, fastest = w.geometry, min(entry["us"] for entry in entries.values())
+    share = mamba2_step_bytes(g, w.buffer_len, w.pools[0].state.dtype) * w.batch / (fastest * 1e-6) / bandwidth
+    per_step_us = None if per_step_us is None else round(per_step_us, 3)
+    return {"nheads": g.nheads, "ngroups": g.ngroups, "buffer_len": w.buffer_len, "batch": w.batch,
+            "backends": entries, "per_step_us": per_step_us, "copy_percent": round(100 * share, 1)}
