@@ -1,0 +1,132 @@
+"""Floating-point arithmetic and conversions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.ptx import numerics
+from tests.ptx.builder import TYPES, Array, Builder, Run, translates
+from tests.ptx.parser import Instruction
+
+WIDEN = {"f32": lambda x: x, "f16": numerics.from_f16, "bf16": numerics.from_bf16}
+INTEGERS = ("s8", "u8", "s16", "u16", "s32", "u32", "s64", "u64")
+APPROXIMATE = {"ex2": numerics.ex2, "lg2": numerics.lg2, "rcp": numerics.rcp, "rsqrt": numerics.rsqrt,
+               "tanh": numerics.tanh}
+
+
+def is_float(ins: Instruction) -> bool:
+    return any(m in ("f32", "f32x2") for m in ins.modifiers)
+
+
+def _rounded(ins: Instruction) -> tuple[str, ...]:
+    """The modifiers without ``.rn``, which is what no rounding means too."""
+    return ins.modifiers[1:] if ins.modifiers[0] == "rn" else ins.modifiers
+
+
+def add(b: Builder, ins: Instruction) -> Run:
+    f = np.add if ins.name == "add" else np.subtract
+    match _rounded(ins):
+        case (("f32" | "f32x2") as kind,):
+            return b.elementwise((kind, kind), kind, f)
+        case ("f32", ("f16" | "bf16") as kind):
+            widen = WIDEN[kind]
+            return b.elementwise((kind, "f32"), "f32", lambda x, y: f(widen(x), y))
+    raise ins.unknown()
+
+
+def mul(b: Builder, ins: Instruction) -> Run:
+    match _rounded(ins):
+        case (("f32" | "f32x2") as kind,):
+            return b.elementwise((kind, kind), kind, np.multiply)
+    raise ins.unknown()
+
+
+@translates("fma")
+def fma(b: Builder, ins: Instruction) -> Run:
+    match ins.modifiers:
+        case ("rn", ("f32" | "f32x2") as kind):
+            return b.elementwise((kind,) * 3, kind, numerics.fma)
+        case ("rz", "f32"):
+            return b.elementwise(("f32",) * 3, "f32", numerics.fma_toward_zero)
+        case ("rn", "f32", ("f16" | "bf16") as kind):
+            widen = WIDEN[kind]
+            return b.elementwise((kind, kind, "f32"), "f32", lambda x, y, z: numerics.fma(widen(x), widen(y), z))
+    raise ins.unknown()
+
+
+def minmax(b: Builder, ins: Instruction) -> Run:
+    if ins.modifiers == ("f32",):
+        return b.elementwise(("f32", "f32"), "f32", numerics.minimum if ins.name == "min" else numerics.maximum)
+    raise ins.unknown()
+
+
+@translates(*APPROXIMATE)
+def approximate(b: Builder, ins: Instruction) -> Run:
+    f = APPROXIMATE[ins.name]
+    match ins.modifiers:
+        case ("approx", "ftz", "f32"):
+            return b.elementwise(("f32",), "f32", lambda x: numerics.flush(f(numerics.flush(x))))
+        case ("approx", "f32"):
+            return b.elementwise(("f32",), "f32", f)
+    raise ins.unknown()
+
+
+def comparison(relation: str) -> Callable[[Array, Array], Array] | None:
+    """A relation of ``setp.f32``; the ordered ones are false on NaN, those that end in u are true."""
+    ordered: dict[str, Callable[[Array, Array], Array]] = {
+        "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+        "ne": lambda x, y: (x < y) | (x > y), "nan": lambda x, y: np.isnan(x) | np.isnan(y),
+        "num": lambda x, y: ~(np.isnan(x) | np.isnan(y))}
+    if relation in ordered:
+        return ordered[relation]
+    if relation.endswith("u") and relation[:-1] in ("eq", "ne", "lt", "le", "gt", "ge"):
+        f = ordered[relation[:-1]]
+        return lambda x, y: f(x, y) | np.isnan(x) | np.isnan(y)
+    return None
+
+
+# ---- conversions ------------------------------------------------------------------------------------
+
+@translates("cvt")
+def cvt(b: Builder, ins: Instruction) -> Run:
+    match ins.modifiers:
+        case ("f32", ("f16" | "bf16") as kind):
+            return b.elementwise((kind,), "f32", WIDEN[kind])
+        case ("rn", "f16", "f32"):
+            return b.elementwise(("f32",), "f16", numerics.to_f16)
+        case ("rn", "bf16", "f32"):
+            return b.elementwise(("f32",), "bf16", numerics.to_bf16)
+        case ("rn", "f16x2", "f32"):
+            return _packed(b, "f16x2", numerics.to_f16)
+        case ("rn", "bf16x2", "f32"):
+            return _packed(b, "bf16x2", numerics.to_bf16)
+        case ("rz", "satfinite", "f16x2", "f32"):
+            return _packed(b, "f16x2", numerics.to_f16_toward_zero)
+        case ("rs", "satfinite", ("f16x2" | "bf16x2") as kind, "f32"):
+            return _stochastic(b, kind)
+        case ("rn", "f32", kind) if kind in INTEGERS:
+            return b.elementwise((kind,), "f32", lambda x: x.astype(np.float32))
+        case (to, kind) if to in INTEGERS and kind in INTEGERS:
+            return b.elementwise((kind,), to, lambda x: x.astype(TYPES[to]))
+    raise ins.unknown()
+
+
+def _packed(b: Builder, kind: str, f: Callable[[Array], Array]) -> Run:
+    """Two f32 -> one word; the first operand becomes the high half."""
+    return b.elementwise(("f32", "f32"), kind, lambda high, low: _pack(f(high), f(low)))
+
+
+def _pack(high: Array, low: Array) -> Array:
+    return high.astype(np.uint32) << 16 | low
+
+
+def _stochastic(b: Builder, kind: str) -> Run:
+    """``cvt.rs``: the high half takes the random word's bits from 16 on, the low half those from 0 on."""
+    if kind == "f16x2":
+        f, mask = numerics.to_f16_stochastic, 0x1FFF
+    else:
+        f, mask = numerics.to_bf16_stochastic, 0xFFFF
+    return b.elementwise(("f32", "f32", "b32"), kind, lambda high, low, word: _pack(
+        f(high, (word >> 16 & mask).astype(np.int64)), f(low, (word & mask).astype(np.int64))))

@@ -1,0 +1,215 @@
+"""Runs a launch: which threads execute which block next, and what they see.
+
+All threads of all CTAs that stand at the same block execute it together, each register an array with one
+element a thread. Threads part at branches and meet where they stand at the same block again; the lowest
+block goes first, so that they meet where the compiler meant them to. A block that holds an instruction
+of a whole warp waits for the whole warp. With a seed, blocks are taken in random order by random
+warps, and bulk copies land at random times: a result that depends on any of it is a missing wait.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.ptx.barriers import Barriers
+from tests.ptx.builder import Array
+from tests.ptx.code import Block, Code
+from tests.ptx.copies import Copies
+from tests.ptx.errors import BarrierError, PtxError, UninitializedRead
+from tests.ptx.memory import GlobalMemory, SharedMemory
+from tests.ptx.races import Races
+
+SHARE = 0.7          # of the units that are ready, those that a seeded order takes
+
+
+class Lanes:
+    """Threads that execute a block together, in ascending order, and their registers."""
+
+    def __init__(self, machine: Machine, index: NDArray[np.int64], env: dict[str, Array]) -> None:
+        self.machine, self.index, self.env = machine, index, env
+        self.count = index.size
+        self.cta, self.thread = index // machine.threads, index % machine.threads
+
+    def all(self, value: Array) -> Array:
+        """One value a lane."""
+        return value if value.shape[0] == self.count else np.repeat(value, self.count)
+
+    def subset(self, chosen: Array, registers: set[str]) -> Lanes:
+        return Lanes(self.machine, self.index[chosen], {r: self.env[r][chosen] for r in registers if r in self.env})
+
+    def special(self, name: str) -> Array:
+        """%tid, %ctaid, %ntid, %nctaid and %laneid."""
+        x, y, z = self.machine.grid
+        group, _, axis = name[1:].partition(".")
+        if group == "laneid":
+            return self.thread % 32
+        if group == "tid":
+            return self.thread if axis == "x" else np.zeros(1, np.int64)
+        if group == "ctaid":
+            return {"x": self.cta % x, "y": self.cta // x % y, "z": self.cta // (x * y)}[axis]
+        sizes = (self.machine.threads, 1, 1) if group == "ntid" else (x, y, z)
+        return np.array([sizes["xyz".index(axis)]])
+
+
+class Machine:
+    """One launch of a program.
+
+    Args:
+        code: the translated program.
+        memory: global memory, frozen.
+        grid: CTAs in three dimensions.
+        params: the parameter buffer of the entry.
+        shared_bytes: dynamic shared memory of a CTA.
+        seed: of the order of warps and copies; None takes the lowest block first and lands copies at the
+            last moment.
+        races: whether to look for races in shared memory.
+    """
+
+    def __init__(self, code: Code, memory: GlobalMemory, grid: tuple[int, int, int], params: bytes,
+                 shared_bytes: int, seed: int | None = None, races: bool = True) -> None:
+        self.code, self.memory, self.grid, self.params = code, memory, grid, params
+        self.threads, self.ctas = code.program.threads, grid[0] * grid[1] * grid[2]
+        if self.threads % 32:
+            raise BarrierError(f"{self.threads} threads are no whole warps")
+        self.total = self.threads * self.ctas
+        self.random = None if seed is None else np.random.default_rng(seed)
+        self.shared = SharedMemory(self.ctas, shared_bytes)
+        self.races = Races(self.ctas, self.threads, shared_bytes) if races and shared_bytes else None
+        self.barriers, self.copies = Barriers(self, shared_bytes), Copies(self)
+        self.exit = len(code.blocks)
+        self._at = np.zeros(self.total, np.int16)                 # the block that a thread will execute
+        self._registers: dict[str, Array] = {}
+        self._defined: dict[str, NDArray[np.bool_]] = {}
+        self._owned: set[str] = set()                             # arrays that no other register shares
+
+    def run(self) -> None:
+        """Execute to the end.
+
+        Raises:
+            PtxError: whatever the program does wrong, with the line that does it.
+        """
+        with np.errstate(all="ignore"):
+            while (self._at != self.exit).any():
+                found = self._next()
+                if found is not None:
+                    self._execute(*found)
+                    if self.random is not None:
+                        self.copies.land_some(self.random)
+                elif not self.copies.land_all():
+                    raise BarrierError(self._stuck())
+        self.copies.check_finished()
+
+    # ---- scheduling -------------------------------------------------------------------------------
+
+    def _next(self) -> tuple[Block, NDArray[np.int64]] | None:
+        """A block and the threads that execute it now; None where all wait."""
+        present = np.flatnonzero(np.bincount(self._at, minlength=self.exit + 1)[:-1])
+        for number in present if self.random is None else self.random.permutation(present):
+            block = self.code.blocks[number]
+            index = self._ready(block, self._at == number)
+            if index.size:
+                return block, index
+        return None
+
+    def _ready(self, block: Block, here: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Threads of those ``here`` for which all that the block needs has arrived."""
+        unit = self.threads if block.needs == "cta" else 32
+        if block.needs in ("cta", "warp"):
+            here = np.repeat(here.reshape(-1, unit).all(1), unit)
+        if block.needs == "wait":
+            index = np.flatnonzero(here)
+            ready = block.steps[0].ready
+            assert ready is not None
+            here = here.copy()
+            here[index] = self._guarded(block, 0, lambda: ready(self._lanes(block, index)))
+        if self.random is not None:
+            chosen = here & np.repeat(self.random.random(self.total // unit) < SHARE, unit)
+            here = chosen if chosen.any() else here
+        return np.flatnonzero(here)
+
+    def _lanes(self, block: Block, index: NDArray[np.int64]) -> Lanes:
+        """The threads with the registers that the block reads."""
+        env, whole = {}, index.size == self.total
+        for register in block.uses:
+            defined = self._defined.get(register)
+            if defined is None or not (defined.all() if whole else defined[index].all()):
+                raise UninitializedRead(f"line {block.steps[0].instruction.line if block.steps else '?'}: "
+                                        f"{register} is read by threads that never wrote it")
+            env[register] = self._registers[register] if whole else self._registers[register][index]
+        return Lanes(self, index, env)
+
+    def _execute(self, block: Block, index: NDArray[np.int64]) -> None:
+        lanes = self._lanes(block, index)
+        for number, step in enumerate(block.steps):
+            try:
+                step.run(lanes)
+            except PtxError as error:
+                raise self._located(block, number, error) from error
+        for register in block.keeps:
+            self._keep(register, lanes)
+        if block.branch is None or block.branch.guard is None:
+            self._at[index] = block.next
+        else:
+            taken = lanes.all(lanes.env[block.branch.guard]) != block.branch.negated
+            self._at[index] = np.where(taken, block.target, block.next)
+
+    def _guarded(self, block: Block, number: int, f):  # type: ignore[no-untyped-def]
+        try:
+            return f()
+        except PtxError as error:
+            raise self._located(block, number, error) from error
+
+    def _located(self, block: Block, number: int, error: PtxError) -> PtxError:
+        ins = block.steps[number].instruction
+        return type(error)(f"line {ins.line}: {ins.text}: {error}")
+
+    def _keep(self, register: str, lanes: Lanes) -> None:
+        """Store a block's register for the blocks behind it."""
+        value = lanes.env[register]
+        if lanes.count == self.total:
+            self._registers[register], self._defined[register] = value, np.ones(self.total, bool)
+            self._owned.discard(register)
+            return
+        if register not in self._registers:
+            self._registers[register] = np.zeros(self.total, value.dtype)
+            self._defined[register] = np.zeros(self.total, bool)
+        elif register not in self._owned:
+            self._registers[register] = self._registers[register].copy()
+        self._owned.add(register)
+        self._registers[register][lanes.index] = value
+        self._defined[register][lanes.index] = True
+
+    def _stuck(self) -> str:
+        """Who waits where, for a launch that cannot go on."""
+        places = []
+        for number in np.unique(self._at):
+            who = np.flatnonzero(self._at == number)
+            block = None if number == self.exit else self.code.blocks[number]
+            where = "the exit" if block is None or not block.steps else \
+                f"line {block.steps[0].instruction.line}: {block.steps[0].instruction.text}"
+            places.append(f"{who.size} threads (CTA {who[0] // self.threads} thread {who[0] % self.threads}, ...) at {where}")
+        return "no thread can go on; " + "; ".join(places)
+
+    # ---- shared memory and barriers of whole warps and CTAs ---------------------------------------
+
+    def load_shared(self, lanes: Lanes, address: Array, width: int, count: int) -> list[Array]:
+        offset = self.shared.offsets(address, width * count, width * count)
+        if self.races is not None:
+            self.races.read(lanes.cta, lanes.thread, offset, width * count)
+        return self.shared.load(lanes.cta, offset, width, count)
+
+    def store_shared(self, lanes: Lanes, address: Array, values: list[Array]) -> None:
+        size = values[0].dtype.itemsize * len(values)
+        offset = self.shared.offsets(address, size, size)
+        if self.races is not None:
+            self.races.write(lanes.cta, lanes.thread, offset, size, np.stack(values, 1))
+        self.shared.store(lanes.cta, offset, values)
+
+    def sync_warps(self, lanes: Lanes) -> None:
+        if self.races is not None:
+            self.races.sync_warps(lanes.index[::32] // 32)
+
+    def sync_ctas(self, lanes: Lanes) -> None:
+        if self.races is not None:
+            self.races.sync_ctas(lanes.cta[::self.threads])
