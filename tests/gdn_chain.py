@@ -155,12 +155,12 @@ def reference_verify(chain: Chain, inputs: dict[str, Tensor], naive: bool = Fals
 
 def reference_commit(chain: Chain, accepted: Tensor) -> None:
     gdn_spec.commit(**chain.cursors, num_accepted=accepted, replay_indices=chain.indices["replay_indices"],  # type: ignore[arg-type]
-                    null_block_id=NULL, max_cache_len=chain.shape.buffer_len, max_spec_len=chain.shape.tokens)
+                    null_block_id=NULL, ring_len=chain.shape.buffer_len, max_cache_len=chain.shape.buffer_len,
+                    max_spec_len=chain.shape.tokens, fold_every_commit=False)
 
 
 def reference_reset(chain: Chain) -> None:
-    gdn_spec.reset(**chain.cursors, replay_indices=chain.indices["replay_indices"], null_block_id=NULL,  # type: ignore[arg-type]
-                   max_cache_len=chain.shape.buffer_len, max_spec_len=chain.shape.tokens)
+    gdn_spec.reset(**chain.cursors, replay_indices=chain.indices["replay_indices"], null_block_id=NULL)  # type: ignore[arg-type]
 
 
 def acceptance(gen: torch.Generator, requests: int, tokens: int) -> Tensor:

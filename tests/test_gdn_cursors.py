@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from replayssm_cute.reference import gdn_spec
+from replayssm_cute.errors import ArgumentError
+from replayssm_cute.gdn_cursors import GdnCursors, commit_gdn_replayssm_spec, reset_gdn_replayssm_spec
 
 NULL = -1
 
@@ -25,15 +26,15 @@ def state(tensors: tuple[Tensor, Tensor, Tensor]) -> list[tuple[int, int, int]]:
 
 def commit(tensors: tuple[Tensor, Tensor, Tensor], accepted: list[int], keys: list[int], L: int, T: int,
            null: int = NULL, every: bool = False) -> None:
-    gdn_spec.commit(*tensors, torch.tensor(accepted, dtype=torch.int32), torch.tensor(keys, dtype=torch.int32), null,
-                    max_cache_len=L, max_spec_len=T, fold_every_commit=every)
+    commit_gdn_replayssm_spec(*tensors, torch.tensor(accepted, dtype=torch.int32),
+                              torch.tensor(keys, dtype=torch.int32), L, T, every, null_block_id=null)
 
 
 @pytest.mark.parametrize(("T", "L"), [(1, 2), (2, 4), (2, 8), (3, 8), (4, 8), (4, 16), (8, 16), (16, 32)])
 def test_a_ring_never_overflows_and_loses_no_record(T: int, L: int) -> None:
     """Random acceptance for many steps: what is committed and not folded is always in the ring, in order."""
     rng, t = random.Random(T * L), cursors([(5, 5, 1)])
-    gdn_spec.reset(*t, torch.tensor([0]), NULL, max_cache_len=L, max_spec_len=T)
+    reset_gdn_replayssm_spec(*t, torch.tensor([0]), L, T, NULL)
     ring: list[int | None] = [None] * L
     accepted_tokens: list[int] = []
     folded, bases, token = 0, set(), 0
@@ -83,11 +84,27 @@ def test_padded_rows_and_unnamed_rings_stay(null: int) -> None:
     assert null < 0 or state(t)[null] == before[null]
     assert all(state(t)[k] != before[k] for k in live)
     t = cursors(before)
-    gdn_spec.reset(*t, torch.tensor(keys), null, max_cache_len=16, max_spec_len=2)
+    reset_gdn_replayssm_spec(*t, torch.tensor(keys), 16, 2, null)
     assert state(t)[3] == before[3] and all(state(t)[k] == (0, 0, 0) for k in live)
 
 
-def test_reset_of_a_ring_for_one_window_flushes_at_once() -> None:
-    t = cursors([(1, 1, 0)])
-    gdn_spec.reset(*t, torch.tensor([0]), NULL, max_cache_len=4, max_spec_len=3)
-    assert state(t) == [(0, 0, 1)]
+def test_a_ring_longer_than_the_threshold_wraps_at_its_own_length() -> None:
+    t = cursors([(6, 13, 1)])
+    commit_gdn_replayssm_spec(*t, None, torch.tensor([0]), 8, 2, cache_buf_len=16, null_block_id=NULL)
+    assert state(t) == [(0, 3, 0)]
+
+
+def test_errors_name_the_argument_and_change_nothing() -> None:
+    c, keys, n = GdnCursors.allocate(3), torch.tensor([0, 1]), torch.tensor([1, 1])
+    t = (c.write_pos, c.cache_base, c.is_flush)
+    for name, change in {"max_cache_len": {"max_cache_len": 12}, "max_spec_len": {"max_spec_len": 0},
+                         "num_accepted": {"num_accepted": n[:1]}, "replay_indices": {"replay_indices": keys.float()},
+                         "write_pos": {"write_pos": c.write_pos.long()}, "cache_buf_len": {"cache_buf_len": 8},
+                         "is_flush": {"is_flush": c.is_flush[:2]}}.items():
+        options = {"write_pos": t[0], "cache_base": t[1], "is_flush": t[2], "num_accepted": n, "replay_indices": keys,
+                   "max_cache_len": 16, "max_spec_len": 4, **change}
+        with pytest.raises(ArgumentError, match=f"^{name}"):
+            commit_gdn_replayssm_spec(**options)
+    with pytest.raises(ArgumentError, match="at least two windows"):
+        reset_gdn_replayssm_spec(*t, keys, 8, 5)
+    assert state(t) == [(0, 0, 0)] * 3

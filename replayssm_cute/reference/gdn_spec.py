@@ -187,29 +187,23 @@ def _takes_part(flush: Tensor, launch_mode: str) -> Tensor:
     return (flush != 0) == (launch_mode == "flush")
 
 
-def next_flush(write_pos: Tensor, max_cache_len: int, max_spec_len: int, fold_every_commit: bool) -> Tensor:
-    """Whether the next window must fold first: two more windows would not fit."""
-    if fold_every_commit:
-        return (write_pos > 0).to(torch.int8)
-    return (write_pos + 2 * max_spec_len > max_cache_len).to(torch.int8)
-
-
-def commit(write_pos: Tensor, cache_base: Tensor, is_flush: Tensor, num_accepted: Tensor, replay_indices: Tensor,
-           null_block_id: int, *, max_cache_len: int, max_spec_len: int, fold_every_commit: bool = False) -> None:
+def commit(write_pos: Tensor, cache_base: Tensor, is_flush: Tensor, num_accepted: Tensor | None,
+           replay_indices: Tensor, null_block_id: int, *, ring_len: int, max_cache_len: int, max_spec_len: int,
+           fold_every_commit: bool) -> None:
     """Move the cursors of the named rings past the accepted tokens; rules: ``replayssm_cute.gdn_cursors``."""
     rows = live_rows(replay_indices, len(replay_indices), null_block_id)
-    keys, accepted = replay_indices[rows].long(), num_accepted[rows].to(torch.int32).clamp(min=0)
+    keys = replay_indices[rows].long()
     w, folded_now = write_pos[keys], is_flush[keys] != 0
-    cache_base[keys] = torch.where(folded_now, (cache_base[keys] + w) % max_cache_len, cache_base[keys])
-    w = torch.where(folded_now, accepted, w + accepted)
+    accepted = torch.zeros_like(w) if num_accepted is None else num_accepted[rows].to(torch.int32).clamp(min=0)
+    cache_base[keys] = torch.where(folded_now, (cache_base[keys] + w) % ring_len, cache_base[keys])
+    w = torch.where(folded_now, 0, w) + accepted
     write_pos[keys] = w
-    is_flush[keys] = next_flush(w, max_cache_len, max_spec_len, fold_every_commit)
+    full = w + 2 * max_spec_len > max_cache_len
+    is_flush[keys] = ((w > 0) if fold_every_commit else full).to(is_flush.dtype)
 
 
-def reset(write_pos: Tensor, cache_base: Tensor, is_flush: Tensor, replay_indices: Tensor, null_block_id: int, *,
-          max_cache_len: int, max_spec_len: int) -> None:
-    """Empty the named rings: cursors 0."""
+def reset(write_pos: Tensor, cache_base: Tensor, is_flush: Tensor, replay_indices: Tensor, null_block_id: int) -> None:
+    """Empty the named rings: cursors 0, no flush, for a ring holds two windows."""
     keys = replay_indices[live_rows(replay_indices, len(replay_indices), null_block_id)].long()
-    write_pos[keys] = 0
-    cache_base[keys] = 0
-    is_flush[keys] = int(2 * max_spec_len > max_cache_len)
+    for cursor in (write_pos, cache_base, is_flush):
+        cursor[keys] = 0

@@ -1,0 +1,108 @@
+"""Which backend serves a Gated DeltaNet call: decided once per distinct signature of its arguments.
+
+Triton on a GPU, PyTorch without one. A backend chosen this way that fails falls through to the next one with one
+warning; a backend asked for by name raises.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from replayssm_cute import arch as archs
+from replayssm_cute.arch import Arch
+from replayssm_cute.dispatch import served, warn_once
+from replayssm_cute.errors import ArgumentError, ReplayError, UnsupportedError
+from replayssm_cute.gdn_types import GdnFoldProblem, GdnProblem
+from replayssm_cute.types import Support
+
+BACKENDS = ("triton", "torch")
+Problem = GdnProblem | GdnFoldProblem
+Launch = tuple[str, Callable[..., object]]
+
+_launches: dict[tuple[Any, ...], Launch] = {}
+
+
+class Backend(Protocol):
+    """What ``replayssm_cute.backends.gdn_*`` offer."""
+
+    def supports(self, problem: Problem, arch: Arch) -> Support: ...
+
+    def prepare(self, problem: Problem, arch: Arch) -> Callable[..., object]: ...
+
+
+def backend_module(name: str) -> Backend:
+    """The adapter of a backend; importing it touches no compiler and no driver."""
+    if name not in BACKENDS:
+        raise ArgumentError("backend", " or ".join(map(repr, BACKENDS)), repr(name))
+    return importlib.import_module(f"replayssm_cute.backends.gdn_{name}")
+
+
+def preference(arch: Arch) -> tuple[str, ...]:
+    """Backends in the order in which they are tried."""
+    return BACKENDS if arch.kind != "cpu" else BACKENDS[::-1]
+
+
+def prepare(problem: Problem, device: torch.device | str, backend: str | None = None,
+            after: str | None = None) -> Launch:
+    """(backend, launch) that serves ``problem``: the named one, or the first that can, behind ``after``.
+
+    Raises:
+        UnsupportedError: the named backend cannot serve, or none can.
+    """
+    arch, reasons = archs.of(device), []
+    names = (backend,) if backend is not None else preference(arch)
+    if after is not None:
+        names = names[names.index(after) + 1:]
+    for name in names:
+        module = backend_module(name)
+        support = module.supports(problem, arch)
+        if support:
+            try:
+                return name, module.prepare(problem, arch)
+            except Exception as error:
+                if backend is not None:
+                    raise
+                warn_once(f"backend {name!r} failed to prepare {problem} on {arch}, falling through: {error!r}")
+        reasons.append(f"{name}: {support.reason or 'failed'}")
+    raise UnsupportedError(str(problem), f"no backend can serve it ({'; '.join(reasons)})")
+
+
+def serve(args: tuple[Any, ...], options: tuple[Any, ...], pose: Callable[[], Problem], device: torch.device,
+          backend: str | None) -> None:
+    """Call the launch for these arguments; ``pose`` validates them the first time such arguments come.
+
+    Args:
+        args: the canonical arguments of the operation: tensors, None, and plain values.
+        options: whatever else ``pose`` depends on.
+    """
+    signature = (options, backend, *((t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16)
+                                     if isinstance(t, Tensor) else type(t) for t in args))
+    launch = _launches.get(signature)
+    if launch is not None:
+        launch[1](*args)
+    else:
+        problem = pose()
+        launch = _first_call(problem, prepare(problem, device, backend), device, backend, args)
+        _launches[signature] = launch
+    served[options[0], launch[0]] += 1
+
+
+def _first_call(problem: Problem, launch: Launch, device: torch.device, backend: str | None,
+                args: tuple[Any, ...]) -> Launch:
+    """Make the first call of a launch; on failure fall through as ``prepare`` does."""
+    while True:
+        try:
+            launch[1](*args)
+            return launch
+        except ReplayError:
+            raise
+        except Exception as error:
+            if backend is not None:
+                raise
+            warn_once(f"backend {launch[0]!r} failed on {problem}, falling through: {error!r}")
+            launch = prepare(problem, device, after=launch[0])
