@@ -41,6 +41,7 @@ class Copies:
 
     def load(self, lanes: Lanes, target: Array, source: Array, size: Array, barrier: Array) -> None:
         """``cp.async.bulk.shared.global``: lands in the CTA's own memory and completes on its mbarrier."""
+        self._machine.check_dependent(lanes)
         at = self._machine.barriers.place(lanes.cta, barrier)
         for i in range(lanes.count):
             copy = self._copy(lanes, i, target, source, size, int(at[i]))
@@ -51,6 +52,7 @@ class Copies:
 
     def store(self, lanes: Lanes, target: Array, source: Array, size: Array) -> None:
         """``cp.async.bulk.global.shared``: joins the thread's open group."""
+        self._machine.check_dependent(lanes)
         for i in range(lanes.count):
             copy = self._copy(lanes, i, source, target, size, -1)
             if self._machine.races is not None:

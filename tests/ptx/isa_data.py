@@ -58,7 +58,7 @@ def ld(b: Builder, ins: Instruction) -> Run:
 
     def run(lanes: Array) -> None:
         if space == "global":
-            values = lanes.machine.memory.load(at(lanes), width, count)
+            values = lanes.machine.load_global(lanes, at(lanes), width, count)
         else:
             values = lanes.machine.load_shared(lanes, at(lanes), width, count)
         for put, value in zip(puts, values, strict=True):
@@ -89,7 +89,7 @@ def st(b: Builder, ins: Instruction) -> Run:
     def run(lanes: Array) -> None:
         values = [lanes.all(source(lanes)).view(word) for source in sources]
         if space == "global":
-            lanes.machine.memory.store(at(lanes), values)
+            lanes.machine.store_global(lanes, at(lanes), values)
         else:
             lanes.machine.store_shared(lanes, at(lanes), values)
     return run
@@ -126,7 +126,7 @@ def atom(b: Builder, ins: Instruction) -> Run:
     def run(lanes: Array) -> None:
         addresses, values, old = at(lanes), lanes.all(operand(lanes)), np.empty(lanes.count, np.uint32)
         for i in range(lanes.count):
-            old[i] = lanes.machine.memory.load(addresses[i:i + 1], 4, 1)[0][0]
-            lanes.machine.memory.store(addresses[i:i + 1], [old[i:i + 1] + values[i:i + 1]])
+            old[i] = lanes.machine.load_global(lanes, addresses[i:i + 1], 4, 1)[0][0]
+            lanes.machine.store_global(lanes, addresses[i:i + 1], [old[i:i + 1] + values[i:i + 1]])
         put(lanes, old)
     return run

@@ -9,17 +9,21 @@ from tests.ptx.isa_warp import whole_warp
 from tests.ptx.parser import Instruction
 
 #: They order memory that the executor keeps in order anyway, or tell the scheduler of the GPU something.
-WITHOUT_EFFECT = ("fence.mbarrier_init.release.cluster", "fence.proxy.async.shared::cta",
-                  "griddepcontrol.wait", "griddepcontrol.launch_dependents")
+WITHOUT_EFFECT = ("fence.mbarrier_init.release.cluster", "griddepcontrol.launch_dependents")
 BULK_LOAD = ("async", "bulk", "shared::cluster", "global", "mbarrier::complete_tx::bytes")
 BULK_STORE = ("async", "bulk", "global", "shared::cta", "bulk_group")
 
 
 @translates("fence", "griddepcontrol")
 def fence(b: Builder, ins: Instruction) -> Run:
-    if ".".join((ins.name, *ins.modifiers)) not in WITHOUT_EFFECT:
-        raise ins.unknown()
-    return lambda lanes: None
+    whole = ".".join((ins.name, *ins.modifiers))
+    if whole in WITHOUT_EFFECT:
+        return lambda lanes: None
+    if whole == "fence.proxy.async.shared::cta":
+        return lambda lanes: lanes.machine.fence_copies(lanes)
+    if whole == "griddepcontrol.wait":
+        return lambda lanes: lanes.machine.wait_for_grid(lanes)
+    raise ins.unknown()
 
 
 @translates("bar")

@@ -90,7 +90,8 @@ def launch(kernel: Kernel, case: Case, options: Options | None = None) -> Machin
         sizes.append(4)
     assert sizes == [p.size for p in kernel.code.program.params], (sizes, kernel.code.program.params)
     memory.freeze()
-    machine = Machine(kernel.code, memory, grid, params, kernel.shared_bytes, options.seed, options.races)
+    machine = Machine(kernel.code, memory, grid, params, kernel.shared_bytes, options.seed, options.races,
+                      kernel.config.pdl)
     machine.run()
     memory.copy_back()
     return machine

@@ -64,10 +64,12 @@ class Machine:
         seed: of the order of warps and copies; None takes the lowest block first and lands copies at the
             last moment.
         races: whether to look for races in shared memory.
+        dependent: launched while the grid before still runs (programmatic dependent launch): no access to
+            global memory may come before ``griddepcontrol.wait``.
     """
 
     def __init__(self, code: Code, memory: GlobalMemory, grid: tuple[int, int, int], params: bytes,
-                 shared_bytes: int, seed: int | None = None, races: bool = True) -> None:
+                 shared_bytes: int, seed: int | None = None, races: bool = True, dependent: bool = False) -> None:
         self.code, self.memory, self.grid, self.params = code, memory, grid, params
         self.threads, self.ctas = code.program.threads, grid[0] * grid[1] * grid[2]
         if self.threads % 32:
@@ -78,6 +80,7 @@ class Machine:
         self.races = Races(self.ctas, self.threads, shared_bytes) if races and shared_bytes else None
         self.barriers, self.copies = Barriers(self, shared_bytes), Copies(self)
         self.exit = len(code.blocks)
+        self._waited = np.full(self.total, not dependent)         # for the grid before
         self._at = np.zeros(self.total, np.int16)                 # the block that a thread will execute
         self._registers: dict[str, Array] = {}
         self._defined: dict[str, NDArray[np.bool_]] = {}
@@ -191,7 +194,23 @@ class Machine:
             places.append(f"{who.size} threads (CTA {who[0] // self.threads} thread {who[0] % self.threads}, ...) at {where}")
         return "no thread can go on; " + "; ".join(places)
 
-    # ---- shared memory and barriers of whole warps and CTAs ---------------------------------------
+    # ---- memory, and barriers of whole warps and CTAs ---------------------------------------------
+
+    def wait_for_grid(self, lanes: Lanes) -> None:
+        self._waited[lanes.index] = True
+
+    def check_dependent(self, lanes: Lanes) -> None:
+        """Raises BarrierError where a thread touches global memory while the grid before may still write it."""
+        if not self._waited[lanes.index].all():
+            raise BarrierError("global memory is accessed before griddepcontrol.wait")
+
+    def load_global(self, lanes: Lanes, address: Array, width: int, count: int) -> list[Array]:
+        self.check_dependent(lanes)
+        return self.memory.load(address, width, count)
+
+    def store_global(self, lanes: Lanes, address: Array, values: list[Array]) -> None:
+        self.check_dependent(lanes)
+        self.memory.store(address, values)
 
     def load_shared(self, lanes: Lanes, address: Array, width: int, count: int) -> list[Array]:
         offset = self.shared.offsets(address, width * count, width * count)
@@ -205,6 +224,10 @@ class Machine:
         if self.races is not None:
             self.races.write(lanes.cta, lanes.thread, offset, size, np.stack(values, 1))
         self.shared.store(lanes.cta, offset, values)
+
+    def fence_copies(self, lanes: Lanes) -> None:
+        if self.races is not None:
+            self.races.fence(lanes.cta, lanes.thread)
 
     def sync_warps(self, lanes: Lanes) -> None:
         if self.races is not None:

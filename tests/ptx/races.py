@@ -7,8 +7,10 @@ those of a warp, an mbarrier from those who arrive to those who wait. Two access
 them a store, race unless the later one's actor has seen the earlier one's clock.
 
 Clocks count up when knowledge is handed on; the threads of a warp share the count, not the knowledge.
-Of a warp's reads only the last are remembered. Whether a fence stands between a store and the copy engine
-is not checked.
+Of a warp's reads only the last are remembered.
+
+The copy engine does not see a thread's stores before ``fence.proxy.async``, executed by that thread or by one
+that has seen the store. Loads of threads need no fence before the engine writes.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ class Races:
         self._writer = np.full((ctas, self.grains), -1, np.int16)
         self._written = np.zeros((ctas, self.grains), np.int32)              # the writer's clock
         self._read = np.zeros((ctas, self.grains, self.warps), np.int32)     # the warp's clock
-        self._reader = np.zeros((ctas, self.grains, self.warps), np.int8)    # a lane, or MANY
+        self._reader = np.zeros((ctas, self.grains, self.warps), np.int16)    # a lane, or MANY
         self._sent = np.zeros((ctas, self.grains), np.int32)                 # read by the copy engine
         self._sender = np.zeros((ctas, self.grains), np.int16)
+        self._unfenced = np.zeros((ctas, self.grains), bool)                 # stored, and not fenced yet
         self._engine: list[dict[tuple[str, int], int]] = [{} for _ in range(ctas)]
         self._released: dict[int, Array] = {}                                # by mbarrier: of this phase
         self._visible: dict[int, Array] = {}                                 # and of those that have ended
@@ -91,6 +94,7 @@ class Races:
         self._check_agreement(cta, grain, values.view(np.uint8).reshape(values.shape[0], -1), size)
         self._writer[cta, grain] = thread
         self._written[cta, grain] = self._count[cta, thread // 32]
+        self._unfenced[cta, grain] = True
 
     def _check_agreement(self, cta: Array, grain: Array, raw: Array, size: int) -> None:
         """Raise where lanes of one store write different values to the same bytes."""
@@ -133,6 +137,7 @@ class Races:
         who = np.full(grain.size, thread)
         self._check_writer(at, who, grain, "lets a copy overwrite what")
         self._check_readers(at, who, grain)
+        self._check_fenced(cta, grain)
         self._writer[cta, grain] = self._actor(cta, "load", barrier)
         self._written[cta, grain] = phase + 1
 
@@ -140,8 +145,21 @@ class Races:
         """A bulk store is issued: it reads its bytes until the thread has waited for it."""
         grain = offset // GRAIN + np.arange(size // GRAIN)
         self._check_writer(np.full(grain.size, cta), np.full(grain.size, thread), grain, "lets a copy read what")
+        self._check_fenced(cta, grain)
         self._sender[cta, grain] = self._actor(cta, "store", thread)
         self._sent[cta, grain] = self._seen[cta, thread, self._actor(cta, "store", thread)] + 1
+
+    def _check_fenced(self, cta: int, grain: Array) -> None:
+        if self._unfenced[cta, grain].any():
+            offset = int(grain[self._unfenced[cta, grain]][0]) * GRAIN
+            raise RaceError(f"CTA {cta}: a bulk copy touches shared offset {offset}, stored to without a proxy fence since")
+
+    def fence(self, cta: Array, thread: Array) -> None:
+        """``fence.proxy.async`` of some threads."""
+        for c, t in zip(cta.tolist(), thread.tolist(), strict=True):
+            grain = np.flatnonzero(self._unfenced[c])
+            seen = self._seen[c, t, self._writer[c, grain]] >= self._written[c, grain]
+            self._unfenced[c, grain[seen]] = False
 
     def copies_read(self, cta: int, thread: int) -> None:
         self._seen[cta, thread, self._actor(cta, "store", thread)] += 1
