@@ -107,18 +107,26 @@ def default_config(problem: Mamba2Problem, warp_size: int = 32) -> Mamba2TritonC
       work on the ring: up to 8 warps of 96 state elements a thread.
     * 64 state elements a thread; with a 2-byte state and inputs 128. There a full GPU is limited by
       instructions, of which a warp spends about 350 before its first state element, and 128 elements
-      are no more registers in flight than 64 of fp32.
+      are no more registers in flight than 64 of fp32. Not so with an 8-bit state, whose codes take
+      registers to convert: compiled for sm_90, int8 with stochastic rounding takes 234 registers at 128
+      elements and 95 at 64, which keeps more bytes in flight.
     * At 64 fp32 elements a thread, 128 registers keep 128 KB of state in flight on a multiprocessor;
       the compiler would take up to 170. Compiled for sm_90 with 2-byte inputs and L = 16, this limit
-      spills nothing at N = 128 and 16 bytes at N = 256. Elsewhere the compiler chooses.
+      spills nothing at N = 128 and 16 bytes at N = 256.
+    * A 2-byte state in one or two warps takes 168 registers, which keeps 96 KB or more in flight; the
+      compiler's choice between 160 and 252 depends on its version. Left to it where a stochastic
+      rounding would spill: not two warps, or more than 128 elements a thread.
     """
     g, fp32 = problem.geometry, problem.state_dtype.itemsize == 4
     light = problem.buffer_len <= 16 and problem.act_dtype.itemsize == problem.ring_dtype.itemsize == 2
     nvidia = warp_size == 32
     config = _tile(g, problem.state_dtype.itemsize, problem.ring_dtype.itemsize, warp_size,
-                   128 if light and nvidia and not fp32 else 64)
+                   128 if light and nvidia and problem.state_dtype.itemsize == 2 else 64)
     if light and nvidia and fp32 and config.num_warps >= 4 and state_per_thread(g, config, warp_size) <= 64:
         return replace(config, max_registers=128)
+    fits = not problem.philox_rounds or (config.num_warps == 2 and state_per_thread(g, config, warp_size) <= 128)
+    if light and nvidia and not fp32 and config.num_warps <= 2 and fits:
+        return replace(config, max_registers=168)
     return config
 
 
