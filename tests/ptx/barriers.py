@@ -24,6 +24,7 @@ class Barriers:
         self.places = -(-shared_bytes // WORD)
         self._expected, self._pending, self._bytes, self.phase = (
             np.zeros(machine.ctas * self.places, np.int64) for _ in range(4))
+        self._unfenced = np.full(machine.ctas * self.places, -1)     # the thread that initialised, until its fence
 
     def place(self, cta: Array, address: Array) -> NDArray[np.int64]:
         return cta * self.places + self._machine.shared.offsets(address, WORD, WORD) // WORD
@@ -38,9 +39,18 @@ class Barriers:
         if (count <= 0).any() or self._expected[at].any() or np.unique(at).size != at.size:
             raise BarrierError("an mbarrier is initialised twice, or for no arrivals")
         self._expected[at] = self._pending[at] = count
+        self._unfenced[at] = lanes.index
         if self._machine.races is not None:
             offset = at % self.places * WORD
             self._machine.races.write(lanes.cta, lanes.thread, offset, WORD, np.zeros((lanes.count, 1), np.uint64))
+
+    def fence(self, lanes: Lanes) -> None:
+        """``fence.mbarrier_init``: the copy engine may now complete on what these threads initialised."""
+        self._unfenced[np.isin(self._unfenced, lanes.index)] = -1
+
+    def check_fenced(self, at: NDArray[np.int64]) -> None:
+        if (self._unfenced[at] >= 0).any():
+            raise BarrierError("a bulk copy completes on an mbarrier that no fence.mbarrier_init has published")
 
     def arrive(self, lanes: Lanes, address: Array, count: Array, expected_bytes: Array) -> NDArray[np.int64]:
         """``mbarrier.arrive``; returns the phases in which the lanes arrived."""

@@ -26,7 +26,8 @@ Run = Callable[["Lanes"], None]
 
 #: dtype of a value by PTX type; 16-bit floats travel as bits, packed pairs as one word.
 TYPES: dict[str, type[np.generic]] = {
-    "pred": np.bool_, "b8": np.uint8, "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16, "s16": np.int16,
+    "pred": np.bool_, "b8": np.uint8, "u8": np.uint8, "s8": np.int8,
+    "b16": np.uint16, "u16": np.uint16, "s16": np.int16,
     "f16": np.uint16, "bf16": np.uint16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32,
     "f16x2": np.uint32, "bf16x2": np.uint32, "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "f32x2": np.uint64}
 WORDS = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}
@@ -148,7 +149,8 @@ class Builder:
         """Run on the lanes whose guard holds; the others keep what they have."""
         if self.needs:
             raise self.instruction.unknown("a guard on an instruction that synchronises")
-        guard, negated, reads, writes = self.instruction.guard, self.instruction.negated, set(self.reads), set(self.writes)
+        guard, negated = self.instruction.guard, self.instruction.negated
+        reads, writes = set(self.reads), set(self.writes)
         assert guard is not None
         self.reads |= {guard} | writes  # lanes without the guard need their old values
 

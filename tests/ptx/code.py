@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 from tests.ptx import isa_data, isa_float, isa_integer, isa_sync, isa_warp
@@ -75,7 +76,7 @@ def _ranges(program: Program) -> list[tuple[int, int]]:
         elif (ins.name, *ins.modifiers[:1]) in (("bar", "sync"), ("mbarrier", "try_wait")):
             cuts |= {i, i + 1}
     ordered = sorted(cuts)
-    return list(zip(ordered[:-1], ordered[1:], strict=True))
+    return list(itertools.pairwise(ordered))
 
 
 def _block(program: Program, first: int, end: int) -> Block:

@@ -43,6 +43,7 @@ class Copies:
         """``cp.async.bulk.shared.global``: lands in the CTA's own memory and completes on its mbarrier."""
         self._machine.check_dependent(lanes)
         at = self._machine.barriers.place(lanes.cta, barrier)
+        self._machine.barriers.check_fenced(at)
         for i in range(lanes.count):
             copy = self._copy(lanes, i, target, source, size, int(at[i]))
             if self._machine.races is not None:

@@ -115,7 +115,7 @@ def shift(b: Builder, ins: Instruction) -> Run:
     def f(x: Array, amount: Array) -> Array:
         within = np.minimum(amount, width - 1).astype(x.dtype)
         moved = np.left_shift(x, within) if ins.name == "shl" else np.right_shift(x, within)
-        return moved if signed and ins.name == "shr" or (amount < width).all() else \
+        return moved if (signed and ins.name == "shr") or (amount < width).all() else \
             np.where(amount < width, moved, np.zeros(1, x.dtype))
     return b.elementwise((kind, "u32"), kind, f)
 

@@ -8,8 +8,6 @@ from tests.ptx.builder import Array, Builder, Run, translates
 from tests.ptx.isa_warp import whole_warp
 from tests.ptx.parser import Instruction
 
-#: They order memory that the executor keeps in order anyway, or tell the scheduler of the GPU something.
-WITHOUT_EFFECT = ("fence.mbarrier_init.release.cluster", "griddepcontrol.launch_dependents")
 BULK_LOAD = ("async", "bulk", "shared::cluster", "global", "mbarrier::complete_tx::bytes")
 BULK_STORE = ("async", "bulk", "global", "shared::cta", "bulk_group")
 
@@ -17,8 +15,10 @@ BULK_STORE = ("async", "bulk", "global", "shared::cta", "bulk_group")
 @translates("fence", "griddepcontrol")
 def fence(b: Builder, ins: Instruction) -> Run:
     whole = ".".join((ins.name, *ins.modifiers))
-    if whole in WITHOUT_EFFECT:
+    if whole == "griddepcontrol.launch_dependents":  # the next grid is none of this launch's business
         return lambda lanes: None
+    if whole == "fence.mbarrier_init.release.cluster":
+        return lambda lanes: lanes.machine.barriers.fence(lanes)
     if whole == "fence.proxy.async.shared::cta":
         return lambda lanes: lanes.machine.fence_copies(lanes)
     if whole == "griddepcontrol.wait":

@@ -95,7 +95,8 @@ def mma(b: Builder, ins: Instruction) -> Run:
     The hardware keeps fewer bits of the sum; what the kernels may rely on is only that it is fp32.
     """
     match ins.modifiers:
-        case ("sync", "aligned", "m16n8k16", "row", "col", "f32", ("f16" | "bf16") as kind, other, "f32") if other == kind:
+        case ("sync", "aligned", "m16n8k16", "row", "col", "f32", ("f16" | "bf16") as kind, other, "f32") \
+                if other == kind:
             widen = numerics.from_f16 if kind == "f16" else numerics.from_bf16
         case _:
             raise ins.unknown()

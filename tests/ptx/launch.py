@@ -24,8 +24,8 @@ from tests.ptx.machine import Machine
 from tests.ptx.memory import GlobalMemory
 
 #: The kernels' parameters in order; the seed's state and the number of items stand behind them.
-ORDER = ("state", "x", "dt", "A", "B", "C", "D", "dt_bias", "z", "x_cache", "dt_cache", "B_cache", "write_pos", "is_flush",
-         "state_batch_indices", "null_block_id", "out")
+ORDER = ("state", "x", "dt", "A", "B", "C", "D", "dt_bias", "z", "x_cache", "dt_cache", "B_cache", "write_pos",
+         "is_flush", "state_batch_indices", "null_block_id", "out")
 ROWS = ("x", "B", "C", "z", "out")
 FIRST_ADDRESS, SPACING = 0x7E0000000000, 1 << 38
 

@@ -3,8 +3,10 @@
 All threads of all CTAs that stand at the same block execute it together, each register an array with one
 element a thread. Threads part at branches and meet where they stand at the same block again; the lowest
 block goes first, so that they meet where the compiler meant them to. A block that holds an instruction
-of a whole warp waits for the whole warp. With a seed, blocks are taken in random order by random
-warps, and bulk copies land at random times: a result that depends on any of it is a missing wait.
+of a whole warp waits for the whole warp.
+
+With a seed, a random half of the warps moves only when no other can, blocks are taken in random order, and
+bulk copies land at random times: a result that depends on any of it shows a missing wait.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from tests.ptx.errors import BarrierError, PtxError, UninitializedRead
 from tests.ptx.memory import GlobalMemory, SharedMemory
 from tests.ptx.races import Races
 
-SHARE = 0.7          # of the units that are ready, those that a seeded order takes
+EAGER = 0.5          # share of the warps that go first in a seeded order
 
 
 class Lanes:
@@ -76,6 +78,9 @@ class Machine:
             raise BarrierError(f"{self.threads} threads are no whole warps")
         self.total = self.threads * self.ctas
         self.random = None if seed is None else np.random.default_rng(seed)
+        eager = np.ones(self.total // 32, bool) if self.random is None else \
+            self.random.random(self.total // 32) < EAGER
+        self._eager = np.repeat(eager, 32)
         self.shared = SharedMemory(self.ctas, shared_bytes)
         self.races = Races(self.ctas, self.threads, shared_bytes) if races and shared_bytes else None
         self.barriers, self.copies = Barriers(self, shared_bytes), Copies(self)
@@ -108,17 +113,23 @@ class Machine:
     def _next(self) -> tuple[Block, NDArray[np.int64]] | None:
         """A block and the threads that execute it now; None where all wait."""
         present = np.flatnonzero(np.bincount(self._at, minlength=self.exit + 1)[:-1])
-        for number in present if self.random is None else self.random.permutation(present):
+        if self.random is not None:
+            present = self.random.permutation(present)
+        late = None
+        for number in present:
             block = self.code.blocks[number]
             index = self._ready(block, self._at == number)
-            if index.size:
-                return block, index
-        return None
+            first = index[self._eager[index]] if block.needs != "cta" else index
+            if first.size:
+                return block, first
+            if index.size and late is None:
+                late = block, index
+        return late
 
     def _ready(self, block: Block, here: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Threads of those ``here`` for which all that the block needs has arrived."""
-        unit = self.threads if block.needs == "cta" else 32
         if block.needs in ("cta", "warp"):
+            unit = self.threads if block.needs == "cta" else 32
             here = np.repeat(here.reshape(-1, unit).all(1), unit)
         if block.needs == "wait":
             index = np.flatnonzero(here)
@@ -126,9 +137,6 @@ class Machine:
             assert ready is not None
             here = here.copy()
             here[index] = self._guarded(block, 0, lambda: ready(self._lanes(block, index)))
-        if self.random is not None:
-            chosen = here & np.repeat(self.random.random(self.total // unit) < SHARE, unit)
-            here = chosen if chosen.any() else here
         return np.flatnonzero(here)
 
     def _lanes(self, block: Block, index: NDArray[np.int64]) -> Lanes:
@@ -191,7 +199,8 @@ class Machine:
             block = None if number == self.exit else self.code.blocks[number]
             where = "the exit" if block is None or not block.steps else \
                 f"line {block.steps[0].instruction.line}: {block.steps[0].instruction.text}"
-            places.append(f"{who.size} threads (CTA {who[0] // self.threads} thread {who[0] % self.threads}, ...) at {where}")
+            one = f"CTA {who[0] // self.threads} thread {who[0] % self.threads}"
+            places.append(f"{who.size} threads ({one}, ...) at {where}")
         return "no thread can go on; " + "; ".join(places)
 
     # ---- memory, and barriers of whole warps and CTAs ---------------------------------------------

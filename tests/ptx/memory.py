@@ -119,7 +119,7 @@ class SharedMemory:
         if bad.any():
             raise MemoryFault(f"{size} bytes at offset {int(offset[bad][0])} of {self.size} bytes of shared memory")
         if (offset % align).any():
-            raise MemoryFault(f"shared address {int(offset[offset % align != 0][0]):#x} is not aligned to {align} bytes")
+            raise MemoryFault(f"shared offset {int(offset[offset % align != 0][0])} is not aligned to {align} bytes")
         return offset
 
     def load(self, cta: Array, offset: Array, width: int, count: int) -> list[Array]:

@@ -48,8 +48,8 @@ class Races:
 
     def _own(self, cta: Array, warp: Array) -> None:
         """Every thread knows its own clock."""
-        for lane in range(32):
-            self._seen[cta, warp * 32 + lane, warp * 32 + lane] = self._count[cta, warp]
+        own = np.expand_dims(warp, -1) * 32 + np.arange(32)
+        self._seen[np.expand_dims(cta, -1), own, own] = self._count[cta, warp][..., None]
 
     def _tick(self, cta: Array, warp: Array) -> None:
         self._count[cta, warp] += 1
@@ -152,7 +152,8 @@ class Races:
     def _check_fenced(self, cta: int, grain: Array) -> None:
         if self._unfenced[cta, grain].any():
             offset = int(grain[self._unfenced[cta, grain]][0]) * GRAIN
-            raise RaceError(f"CTA {cta}: a bulk copy touches shared offset {offset}, stored to without a proxy fence since")
+            raise RaceError(f"CTA {cta}: a bulk copy touches shared offset {offset}, and no proxy fence followed "
+                            "the store to it")
 
     def fence(self, cta: Array, thread: Array) -> None:
         """``fence.proxy.async`` of some threads."""
@@ -195,6 +196,7 @@ class Races:
 
     def acquire(self, cta: Array, thread: Array, barrier: Array) -> None:
         """Threads have seen the end of a phase of their mbarriers."""
-        for c, t, b in zip(cta.tolist(), thread.tolist(), barrier.tolist(), strict=True):
+        for b in np.unique(barrier).tolist():
             if b in self._visible:
-                self._seen[c, t] = np.maximum(self._seen[c, t], self._visible[b])
+                at = cta[barrier == b], thread[barrier == b]
+                self._seen[at] = np.maximum(self._seen[at], self._visible[b])
