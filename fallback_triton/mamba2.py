@@ -37,7 +37,20 @@ from fallback_triton.device import (
 )
 from fallback_triton.launch import compile_kernel, compile_options, kernel, stride
 from fallback_triton.mamba2_config import Mamba2TritonConfig, default_config, next_power_of_two
-from fallback_triton.rounding import arrive, leave, load_dice, random_bits, round_stochastic
+from fallback_triton.rounding import (
+    arrive,
+    decode,
+    decode_rows,
+    encode,
+    leave,
+    load_dice,
+    load_scale,
+    magnitude_bits,
+    random_bits,
+    round_stochastic,
+    row_scale,
+)
+from replayssm_cute.rounding import LARGEST_CODE
 from replayssm_cute.types import Mamba2Problem
 from replayssm_cute.validate import mamba2_problem
 
@@ -83,46 +96,91 @@ def window_weights(dt_ring, dt, w, A, BLOCK_L: tl.constexpr):
 
 
 @triton.jit
-def read_rows(state, x_ring, x_now, weight, C, decay, w, BLOCK_L: tl.constexpr):
+def read_rows(state, scale, x_ring, x_now, weight, C, decay, w, BLOCK_L: tl.constexpr, CODES: tl.constexpr):
     """y of rows p without a flush: decay * (S0 C) plus the weighted window of x."""
     y = tl.sum(with_current(x_ring, x_now, w, BLOCK_L) * weight[:, None], 0)
-    return y + row_dots(state, C) * decay
+    if CODES != "":
+        y += row_dots(decode_rows(state, CODES), C) * (decay * scale)
+    else:
+        y += row_dots(state, C) * decay
+    return y
 
 
 @triton.jit
-def fold_rows(state, x_ring, dt_ring, B_ring, x_now, B_row, C_row, p, w, dt, A, decay, dice, slot,
-              HEADDIM: tl.constexpr, DSTATE: tl.constexpr, FOLD_N: tl.constexpr, PHILOX_ROUNDS: tl.constexpr):
-    """Fold window and checkpoint of rows p, store them, and return their y from the unrounded state.
+def fold_columns(at, mask, scale, x_ring, dt_ring, B_ring, x_now, B_row, p, n, w, dt, A, decay,
+                 HEADDIM: tl.constexpr, DSTATE: tl.constexpr, CODES: tl.constexpr):
+    """(ROWS, FOLD_N) fp32 folded state of rows p and columns n, whose checkpoint lies at the pointers ``at``.
 
     The ring is walked from its newest row backwards, which gives the sum of the later dt' as it goes.
     """
+    B_now = tl.load(B_row + n, mask=n < DSTATE, other=0.0).to(tl.float32)
+    if CODES != "":
+        folded = decode(tl.load(at, mask=mask, other=0), CODES) * scale[:, None] * decay
+    else:
+        folded = tl.load(at, mask=mask, other=0.0).to(tl.float32) * decay
+    folded += (x_now.to(tl.float32) * dt)[:, None] * B_now[None, :]
+    later = dt
+    j = w - 1
+    while j >= 0:
+        d, x, B = (), (), ()
+        for i in tl.static_range(FOLD_ROWS):
+            # Below row 0 nothing is loaded. Said by a bound: the interpreter of some Triton versions
+            # makes an integer of a block mask combined with a scalar one.
+            p_end, n_end = tl.where(j >= i, HEADDIM, 0), tl.where(j >= i, DSTATE, 0)
+            d += (tl.load(dt_ring + j - i, mask=j >= i, other=0.0),)  # type: ignore[assignment]
+            x += (tl.load(x_ring + (j - i) * HEADDIM + p, mask=p < p_end, other=0.0),)  # type: ignore[assignment]
+            B += (tl.load(B_ring + (j - i) * DSTATE + n, mask=n < n_end, other=0.0),)  # type: ignore[assignment]
+        for i in tl.static_range(FOLD_ROWS):
+            scaled = x[i].to(tl.float32) * (d[i] * tl.exp2(A * later))
+            folded += scaled[:, None] * B[i].to(tl.float32)[None, :]
+            later += d[i]
+        j -= FOLD_ROWS
+    return folded
+
+
+@triton.jit
+def fold_scale(state, scale, scale_row, x_ring, dt_ring, B_ring, x_now, B_row, p, w, dt, A, decay,
+               HEADDIM: tl.constexpr, DSTATE: tl.constexpr, FOLD_N: tl.constexpr, CODES: tl.constexpr):
+    """Store the scales of the folded rows p; returns their reciprocals, and which rows have one.
+
+    A scale depends on the whole row, so the fold is done twice; to hold a row would take more registers
+    than the common branch.
+    """
+    largest = tl.zeros(p.shape, tl.int32)
+    for n0 in tl.range(0, DSTATE, FOLD_N, num_stages=1):
+        n = n0 + tl.arange(0, FOLD_N)
+        mask = (p < HEADDIM)[:, None] & (n < DSTATE)[None, :]
+        folded = fold_columns(state + p[:, None] * DSTATE + n[None, :], mask, scale, x_ring, dt_ring, B_ring, x_now,
+                              B_row, p, n, w, dt, A, decay, HEADDIM, DSTATE, CODES)
+        largest = tl.maximum(largest, tl.max(magnitude_bits(folded), 1))
+    stored, reciprocal, finite = row_scale(largest, CODES)
+    tl.store(scale_row + p, stored, mask=p < HEADDIM)
+    return reciprocal, finite
+
+
+@triton.jit
+def fold_rows(state, scale, scale_row, x_ring, dt_ring, B_ring, x_now, B_row, C_row, p, w, dt, A, decay, dice, slot,
+              HEADDIM: tl.constexpr, DSTATE: tl.constexpr, FOLD_N: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
+              CODES: tl.constexpr):
+    """Fold window and checkpoint of rows p, store them, and return their y from the unrounded state."""
     valid = p < HEADDIM
+    reciprocal, finite = (), ()
+    if CODES != "":
+        reciprocal, finite = fold_scale(state, scale, scale_row, x_ring, dt_ring, B_ring, x_now, B_row, p, w, dt, A,
+                                        decay, HEADDIM, DSTATE, FOLD_N, CODES)
     y = tl.zeros(p.shape, tl.float32)
     for n0 in tl.range(0, DSTATE, FOLD_N, num_stages=1):
         n = n0 + tl.arange(0, FOLD_N)
         inside = n < DSTATE
         at = state + p[:, None] * DSTATE + n[None, :]
-        B_now = tl.load(B_row + n, mask=inside, other=0.0).to(tl.float32)
-        folded = tl.load(at, mask=valid[:, None] & inside[None, :], other=0.0).to(tl.float32) * decay
-        folded += (x_now.to(tl.float32) * dt)[:, None] * B_now[None, :]
-        later = dt
-        j = w - 1
-        while j >= 0:
-            d, x, B = (), (), ()
-            for i in tl.static_range(FOLD_ROWS):
-                # Below row 0 nothing is loaded. Said by a bound: the interpreter of some Triton versions
-                # makes an integer of a block mask combined with a scalar one.
-                p_end, n_end = tl.where(j >= i, HEADDIM, 0), tl.where(j >= i, DSTATE, 0)
-                d += (tl.load(dt_ring + j - i, mask=j >= i, other=0.0),)  # type: ignore[assignment]
-                x += (tl.load(x_ring + (j - i) * HEADDIM + p, mask=p < p_end, other=0.0),)  # type: ignore[assignment]
-                B += (tl.load(B_ring + (j - i) * DSTATE + n, mask=n < n_end, other=0.0),)  # type: ignore[assignment]
-            for i in tl.static_range(FOLD_ROWS):
-                scaled = x[i].to(tl.float32) * (d[i] * tl.exp2(A * later))
-                folded += scaled[:, None] * B[i].to(tl.float32)[None, :]
-                later += d[i]
-            j -= FOLD_ROWS
+        folded = fold_columns(at, valid[:, None] & inside[None, :], scale, x_ring, dt_ring, B_ring, x_now, B_row, p, n,
+                              w, dt, A, decay, HEADDIM, DSTATE, CODES)
+        bits = 0
         if PHILOX_ROUNDS > 0:
-            bits = random_bits(dice, slot, p, n0, HEADDIM, DSTATE, FOLD_N, PHILOX_ROUNDS)
+            bits = random_bits(dice, slot, p, n0, HEADDIM, DSTATE, FOLD_N, PHILOX_ROUNDS, 16 if CODES != "" else 8)
+        if CODES != "":
+            rounded = encode(folded, reciprocal, finite, bits, CODES, PHILOX_ROUNDS > 0)
+        elif PHILOX_ROUNDS > 0:
             rounded = round_stochastic(folded, bits, state.dtype.element_ty)
         else:
             rounded = folded.to(state.dtype.element_ty)
@@ -134,14 +192,15 @@ def fold_rows(state, x_ring, dt_ring, B_ring, x_now, B_row, C_row, p, w, dt, A, 
 @kernel
 def replay_kernel(
     state_ptr, x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, dt_bias_ptr, z_ptr, x_cache_ptr, dt_cache_ptr, B_cache_ptr,
-    write_pos_ptr, is_flush_ptr, indices_ptr, out_ptr, seed_ptr, null_block_id: tl.int64,
+    write_pos_ptr, is_flush_ptr, indices_ptr, out_ptr, seed_ptr, scale_ptr, null_block_id: tl.int64,
     state_slot: tl.int64, x_row: tl.int64, dt_row: tl.int64, dt_head: tl.int64, A_head: tl.int64, B_row: tl.int64,
     C_row: tl.int64, D_head: tl.int64, dt_bias_head: tl.int64, z_row: tl.int64, x_cache_slot: tl.int64,
-    dt_cache_slot: tl.int64, B_cache_slot: tl.int64, indices_row: tl.int64, out_row: tl.int64,
+    dt_cache_slot: tl.int64, B_cache_slot: tl.int64, indices_row: tl.int64, out_row: tl.int64, scale_slot,
     NHEADS: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr, NGROUPS: tl.constexpr,
     BUFFER_LEN: tl.constexpr, DT_SOFTPLUS: tl.constexpr, D_TIED: tl.constexpr, STATE_ALIGN: tl.constexpr,
     ROW_ALIGN: tl.constexpr, BLOCK_P: tl.constexpr, TAIL_P: tl.constexpr, BLOCK_L: tl.constexpr,
     STATE_N: tl.constexpr, RING_N: tl.constexpr, FOLD_N: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
+    CODES: tl.constexpr,
 ):
     """One replay step; program = (batch row, head, tile of P), the tile fastest. Shapes as in ``replay_step``."""
     TILES: tl.constexpr = (HEADDIM + BLOCK_P + TAIL_P - 1) // (BLOCK_P + TAIL_P)
@@ -189,6 +248,12 @@ def replay_kernel(
     B_old = load_rows(B_ring, j, j < w, DSTATE, RING_N)
     x_old = load_ring(x_ring, p, w, HEADDIM, BLOCK_L)
     S = load_rows(state, p, p < HEADDIM, DSTATE, STATE_N)
+    scale_row, scale, scale_q = (), (), ()
+    if CODES != "":
+        scale_row = scale_ptr + slot * scale_slot + head * HEADDIM
+        scale = load_scale(scale_row, p, HEADDIM, CODES)
+        if TAIL_P > 0:
+            scale_q = load_scale(scale_row, q, HEADDIM, CODES)
     if TAIL_P > 0:
         x_old_q = load_ring(x_ring, q, w, HEADDIM, BLOCK_L)
         S_q = load_rows(state, q, q < HEADDIM, DSTATE, STATE_N)
@@ -200,17 +265,17 @@ def replay_kernel(
         dt = softplus(dt)
     weight, decay = window_weights(dt_ring, dt, w, A, BLOCK_L)
     if flush:
-        y = fold_rows(state, x_ring, dt_ring, B_ring, x_now, B_row_ptr, C_row_ptr, p, w, dt, A, decay,
-                      dice, slot, HEADDIM, DSTATE, FOLD_N, PHILOX_ROUNDS)
+        y = fold_rows(state, scale, scale_row, x_ring, dt_ring, B_ring, x_now, B_row_ptr, C_row_ptr, p, w, dt, A, decay,
+                      dice, slot, HEADDIM, DSTATE, FOLD_N, PHILOX_ROUNDS, CODES)
         if TAIL_P > 0:
-            y_q = fold_rows(state, x_ring, dt_ring, B_ring, x_now_q, B_row_ptr, C_row_ptr, q, w, dt, A, decay,
-                            dice, slot, HEADDIM, DSTATE, FOLD_N, PHILOX_ROUNDS)
+            y_q = fold_rows(state, scale_q, scale_row, x_ring, dt_ring, B_ring, x_now_q, B_row_ptr, C_row_ptr, q, w, dt,
+                            A, decay, dice, slot, HEADDIM, DSTATE, FOLD_N, PHILOX_ROUNDS, CODES)
     else:
         weight *= window_scores(B_old, B_now, C_ring, w, BLOCK_L)
-        y = read_rows(S, x_old, x_now, weight, C_state, decay, w, BLOCK_L)
+        y = read_rows(S, scale, x_old, x_now, weight, C_state, decay, w, BLOCK_L, CODES)
         tl.store(x_ring + w * HEADDIM + p, x_now.to(x_ring.dtype.element_ty), mask=p < HEADDIM)
         if TAIL_P > 0:
-            y_q = read_rows(S_q, x_old_q, x_now_q, weight, C_state, decay, w, BLOCK_L)
+            y_q = read_rows(S_q, scale_q, x_old_q, x_now_q, weight, C_state, decay, w, BLOCK_L, CODES)
             tl.store(x_ring + w * HEADDIM + q, x_now_q.to(x_ring.dtype.element_ty), mask=q < HEADDIM)
         if tile == 0:
             tl.store(dt_ring + w, dt)
@@ -234,15 +299,18 @@ def compile_replay_step(problem: Mamba2Problem, config: Mamba2TritonConfig) -> C
     launch = compile_kernel(replay_kernel, replay_arguments(problem), replay_constants(problem, config),
                             compile_options(config.num_warps, config.max_registers))
     programs = problem.geometry.nheads * config.tiles(problem.geometry.headdim)
+    as_integers = problem.state_dtype in LARGEST_CODE
 
     def step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
              dt_bias: Tensor | None, z: Tensor | None, x_cache: Tensor, dt_cache: Tensor, B_cache: Tensor,
              write_pos: Tensor, is_flush: Tensor, state_batch_indices: Tensor, null_block_id: int,
-             out: Tensor, rand_seed: Tensor | None = None) -> Tensor:
-        launch(x.shape[0] * programs, state, x, dt, A, B, C, D, dt_bias, z, x_cache, dt_cache, B_cache, write_pos,
-               is_flush, state_batch_indices, out, rand_seed, null_block_id, state.stride(0), x.stride(0), dt.stride(0),
-               dt.stride(1), A.stride(0), B.stride(0), C.stride(0), stride(D), stride(dt_bias), stride(z),
-               x_cache.stride(0), dt_cache.stride(0), B_cache.stride(0), state_batch_indices.stride(0), out.stride(0))
+             out: Tensor, rand_seed: Tensor | None = None, state_scale: Tensor | None = None) -> Tensor:
+        pool = state.view(torch.int8) if as_integers else state
+        launch(x.shape[0] * programs, pool, x, dt, A, B, C, D, dt_bias, z, x_cache, dt_cache, B_cache, write_pos,
+               is_flush, state_batch_indices, out, rand_seed, state_scale, null_block_id, state.stride(0), x.stride(0),
+               dt.stride(0), dt.stride(1), A.stride(0), B.stride(0), C.stride(0), stride(D), stride(dt_bias), stride(z),
+               x_cache.stride(0), dt_cache.stride(0), B_cache.stride(0), state_batch_indices.stride(0), out.stride(0),
+               None if state_scale is None else state_scale.stride(0))
         return out
     return step
 
@@ -251,12 +319,14 @@ def replay_arguments(problem: Mamba2Problem) -> list[torch.dtype | int | None]:
     """The kernel's run-time arguments as ``compile_kernel`` takes them: dtypes, integers, None where absent."""
     p, act, ring = problem, problem.act_dtype, problem.ring_dtype
     integers = 16  # null_block_id and the strides
-    return [p.state_dtype, act, p.dt_dtype, torch.float32, act, act, p.D_dtype, p.dt_bias_dtype,
-            act if p.has_z else None, ring, torch.float32, ring, torch.int32, p.flush_dtype, p.index_dtype, act,
-            torch.int64 if p.philox_rounds else None, *[0] * integers]
+    eight_bit = p.state_dtype in LARGEST_CODE
+    return [torch.int8 if eight_bit else p.state_dtype, act, p.dt_dtype, torch.float32, act, act, p.D_dtype,
+            p.dt_bias_dtype, act if p.has_z else None, ring, torch.float32, ring, torch.int32, p.flush_dtype,
+            p.index_dtype, act, torch.int64 if p.philox_rounds else None, torch.float32 if eight_bit else None,
+            *[0] * integers, 0 if eight_bit else None]
 
 
-def replay_constants(problem: Mamba2Problem, config: Mamba2TritonConfig) -> dict[str, int | bool]:
+def replay_constants(problem: Mamba2Problem, config: Mamba2TritonConfig) -> dict[str, int | bool | str]:
     """The kernel's compile-time constants, in the order of its signature."""
     g = problem.geometry
     return {"NHEADS": g.nheads, "HEADDIM": g.headdim, "DSTATE": g.dstate, "NGROUPS": g.ngroups,
@@ -264,7 +334,8 @@ def replay_constants(problem: Mamba2Problem, config: Mamba2TritonConfig) -> dict
             "STATE_ALIGN": problem.state_align, "ROW_ALIGN": problem.row_align,
             "BLOCK_P": config.block_p, "TAIL_P": config.tail_p, "BLOCK_L": next_power_of_two(problem.buffer_len),
             "STATE_N": config.state_n, "RING_N": config.ring_n, "FOLD_N": config.fold_n,
-            "PHILOX_ROUNDS": problem.philox_rounds}
+            "PHILOX_ROUNDS": problem.philox_rounds,
+            "CODES": {torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}.get(problem.state_dtype, "")}
 
 
 @lru_cache(maxsize=1024)
@@ -275,19 +346,19 @@ def _compiled(problem: Mamba2Problem, config: Mamba2TritonConfig, device: torch.
 def replay_step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
                 dt_bias: Tensor | None, z: Tensor | None, x_cache: Tensor, dt_cache: Tensor, B_cache: Tensor,
                 write_pos: Tensor, is_flush: Tensor, state_batch_indices: Tensor, null_block_id: int, out: Tensor,
-                rand_seed: Tensor | None = None, *, dt_softplus: bool, philox_rounds: int = 0,
-                config: Mamba2TritonConfig | None = None) -> Tensor:
+                rand_seed: Tensor | None = None, state_scale: Tensor | None = None, *, dt_softplus: bool,
+                philox_rounds: int = 0, config: Mamba2TritonConfig | None = None) -> Tensor:
     """One token per batch row by replay. Shapes, dtypes and rules: ``replayssm_cute.mamba2``.
 
     Checks its arguments and compiles at the first call with a new kind of them; ``state``, the rings,
-    ``out`` and ``rand_seed`` are the caller's and are changed in place. A decode loop prepares the step once with
-    ``compile_replay_step`` instead.
+    ``out``, ``rand_seed`` and ``state_scale`` are the caller's and are changed in place. A decode loop prepares the
+    step once with ``compile_replay_step`` instead.
 
     Raises:
         ArgumentError: an argument breaks the contract; nothing was changed.
     """
     args = (state, x, dt, A, B, C, D, dt_bias, z, x_cache, dt_cache, B_cache, write_pos, is_flush,
-            state_batch_indices, null_block_id, out, rand_seed)
+            state_batch_indices, null_block_id, out, rand_seed, state_scale)
     problem = mamba2_problem(*args, dt_softplus=dt_softplus, max_cache_len=x_cache.shape[2],
                              philox_rounds=philox_rounds)
     if x.shape[0] == 0:

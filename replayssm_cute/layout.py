@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from replayssm_cute.errors import ArgumentError
+from replayssm_cute.rounding import LARGEST_CODE
 from replayssm_cute.types import Mamba2Geometry
 
 MAX_BUFFER_LEN = 64
@@ -22,17 +23,20 @@ class Mamba2Pool:
         x_cache: (slots, H, L, P) ring of x.
         dt_cache: (slots, H, L) ring of dt', float32, after bias and softplus.
         B_cache: (slots, G, L, N) ring of B.
+        state_scale: (slots, H, P) float32 scales of an 8-bit checkpoint, None beside any other.
     """
 
     state: torch.Tensor
     x_cache: torch.Tensor
     dt_cache: torch.Tensor
     B_cache: torch.Tensor
+    state_scale: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size()
-                   for t in (self.state, self.x_cache, self.dt_cache, self.B_cache))
+                   for t in (self.state, self.x_cache, self.dt_cache, self.B_cache, self.state_scale)
+                   if t is not None)
 
 
 def mamba2_ring_shapes(geometry: Mamba2Geometry, buffer_len: int) -> dict[str, tuple[int, ...]]:
@@ -57,8 +61,9 @@ def mamba2_ring_bytes(geometry: Mamba2Geometry, buffer_len: int,
 
 
 def mamba2_state_bytes(geometry: Mamba2Geometry, state_dtype: torch.dtype) -> int:
-    """Exact bytes of one request's checkpoint in one layer."""
-    return geometry.state_elements * state_dtype.itemsize
+    """Exact bytes of one request's checkpoint in one layer, the scales of 8-bit codes included."""
+    scales = 4 * geometry.nheads * geometry.headdim if state_dtype in LARGEST_CODE else 0
+    return geometry.state_elements * state_dtype.itemsize + scales
 
 
 def mamba2_step_bytes(geometry: Mamba2Geometry, buffer_len: int, state_dtype: torch.dtype,
@@ -88,10 +93,14 @@ def mamba2_step_bytes(geometry: Mamba2Geometry, buffer_len: int, state_dtype: to
 def allocate_mamba2_pool(slots: int, geometry: Mamba2Geometry, buffer_len: int,
                          state_dtype: torch.dtype, ring_dtype: torch.dtype = torch.bfloat16,
                          device: torch.device | str = "cpu") -> Mamba2Pool:
-    """Zeroed pool of ``slots`` slots. Slot 0 is an ordinary slot unless the caller makes it null."""
+    """Zeroed pool of ``slots`` slots, with scales where the checkpoint is an 8-bit one.
+
+    Slot 0 is an ordinary slot unless the caller makes it null.
+    """
     g = geometry
     rings = {name: torch.zeros((slots, *shape), device=device,
                                dtype=torch.float32 if name == "dt_cache" else ring_dtype)
              for name, shape in mamba2_ring_shapes(g, buffer_len).items()}
     state = torch.zeros((slots, g.nheads, g.headdim, g.dstate), dtype=state_dtype, device=device)
-    return Mamba2Pool(state, **rings)
+    scale = torch.zeros(state.shape[:3], device=device) if state_dtype in LARGEST_CODE else None
+    return Mamba2Pool(state, **rings, state_scale=scale)

@@ -27,7 +27,8 @@ def selective_state_update_replayssm_output_only(
     is_flush: Tensor | None = None, max_cache_len: int = 16,
     state_batch_indices: Tensor | None = None, null_block_id: int = 0,
     out: Tensor | None = None, enable_stochastic_rounding: bool = False,
-    cache_philox_rounds: int = 0, *, rand_seed: Tensor | None = None, backend: str | None = None,
+    cache_philox_rounds: int = 0, *, rand_seed: Tensor | None = None, state_scale: Tensor | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """One decode token per batch row: ``y = S C + D x`` with S kept as checkpoint plus ring.
 
@@ -36,11 +37,12 @@ def selective_state_update_replayssm_output_only(
     ring row w and the checkpoint stays; with a flush the folded state replaces the checkpoint
     and nothing is appended (the caller's next cursor is 0). ``y`` always comes from the unrounded
     fp32 state. The signature is that of the function of the same name in vLLM 0.32 and 0.33;
-    ``rand_seed`` and ``backend`` are ours. Method: ReplaySSM on the SSM recurrence of arXiv:2405.21060.
+    the keyword-only arguments are ours. Method: ReplaySSM on the SSM recurrence of arXiv:2405.21060.
 
     Args:
-        state: (slots, H, P, N) checkpoints, fp32, fp16 or bf16. Caller's; changed in place on a
-            flush. The slot stride may exceed H*P*N, inner strides are dense.
+        state: (slots, H, P, N) checkpoints, fp32, fp16 or bf16; or, with ``state_scale``, codes in
+            int8 or float8_e4m3fn. Caller's; changed in place on a flush. The slot stride may exceed
+            H*P*N, inner strides are dense.
         x, z: (batch, H, P), bf16, fp16 or fp32; rows may be padded. With ``z``, y *= silu(z).
         dt: (batch, H, P) view of (batch, H) with stride 0 on the last axis; any float dtype.
         A: (H, P, N) fp32 view of (H,) with two zero strides; negative.
@@ -59,12 +61,15 @@ def selective_state_update_replayssm_output_only(
             A row whose slot is ``null_block_id`` or negative is padding: it changes nothing, not
             even ``out``. Two live rows of a batch never name the same slot.
         out: (batch, H, P) in the dtype of ``x``. Caller's; written.
-        enable_stochastic_rounding: round the stored checkpoint stochastically (``rounding``); fp16
-            and bf16 only.
+        enable_stochastic_rounding: round the stored checkpoint stochastically (``rounding``); any
+            type but fp32.
         cache_philox_rounds: rounds of its random generator, 1 to 16; 0 means 10.
         rand_seed: (8,) int64 of ``rounding.seed_state``. Caller's; every launch, also of a captured
             graph, advances its step. None takes a state of this package, one a device.
-        backend: ``"cute"``, ``"triton"`` or ``"torch"`` to insist on one; None chooses.
+        state_scale: (slots, H, P) fp32, one scale a row of an 8-bit checkpoint: value = code * scale.
+            Caller's; changed in place with the state. The slot stride may be padded. None otherwise.
+        backend: ``"cute"``, ``"triton"`` or ``"torch"`` to insist on one; None chooses. CuTe serves no
+            8-bit checkpoint.
 
     Returns:
         ``out``.
@@ -79,12 +84,15 @@ def selective_state_update_replayssm_output_only(
         rounds = check_rounds(cache_philox_rounds)
         if rand_seed is None and isinstance(state, Tensor):
             rand_seed = default_seed_state(state.device)
-    args = (state, x, dt, A, B, C, D, dt_bias, z, x_cache, dt_cache, B_cache, write_pos, is_flush,
-            state_batch_indices, null_block_id, out, rand_seed if rounds else None)
+    args: tuple[Any, ...] = (
+        state, x, dt, A, B, C, D, dt_bias, z, x_cache, dt_cache, B_cache, write_pos, is_flush,
+        state_batch_indices, null_block_id, out, rand_seed if rounds else None)
+    if state_scale is not None:
+        args += (state_scale,)
     try:
         key = (state.device, state.dtype, state.shape, x.dtype, B.shape, dt.dtype,
                D is None, dt_bias is None, z is None, dt_softplus, is_flush.dtype,  # type: ignore[union-attr]
-               max_cache_len, state_batch_indices.dtype, rounds, backend)  # type: ignore[union-attr]
+               max_cache_len, state_batch_indices.dtype, rounds, state_scale is None, backend)  # type: ignore[union-attr]
         launch = _fast.get(key)
     except (AttributeError, TypeError):
         launch = None  # something is not a tensor: the boundary says what

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from replayssm_cute.errors import ArgumentError
 from replayssm_cute.layout import MAX_BUFFER_LEN, mamba2_ring_shapes
-from replayssm_cute.rounding import check_rounds, check_state_dtype, elements_per_call
+from replayssm_cute.rounding import LARGEST_CODE, check_rounds, check_state_dtype, elements_per_call
 from replayssm_cute.types import Mamba2Geometry, Mamba2Problem
 
-STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *LARGEST_CODE)
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -85,8 +85,8 @@ def mamba2_problem(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C
                    x_cache: Tensor | None, dt_cache: Tensor | None, B_cache: Tensor | None,
                    write_pos: Tensor | None, is_flush: Tensor | None,
                    state_batch_indices: Tensor | None, null_block_id: int, out: Tensor | None,
-                   rand_seed: Tensor | None = None, *, dt_softplus: bool, max_cache_len: int,
-                   philox_rounds: int = 0) -> Mamba2Problem:
+                   rand_seed: Tensor | None = None, state_scale: Tensor | None = None, *,
+                   dt_softplus: bool, max_cache_len: int, philox_rounds: int = 0) -> Mamba2Problem:
     """The problem that the arguments of a Mamba2 step pose. Shapes: ``replayssm_cute.mamba2``.
 
     Raises:
@@ -111,6 +111,7 @@ def mamba2_problem(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C
     for name, t in (("x", x), ("B", B), ("C", C), ("out", out)):
         _dense_inside(name, t)
     _dense_inside("state", state)
+    _scale(state_scale, state)
     _tied("dt", dt, (2,))
     _tied("A", A, (1, 2))
     optional = []
@@ -148,6 +149,19 @@ def _seed(value: Tensor | None, state: Tensor, philox_rounds: int) -> None:
     if state.shape[3] % columns:
         raise ArgumentError("state", f"a multiple of {columns} columns for stochastic rounding", state.shape[3])
     _tensor("rand_seed", value, (8,), (torch.int64,), state.device)
+
+
+def _scale(value: Tensor | None, state: Tensor) -> None:
+    """Scales come with an 8-bit checkpoint, and with no other."""
+    kind = str(state.dtype).removeprefix("torch.")
+    if state.dtype not in LARGEST_CODE:
+        if value is not None:
+            raise ArgumentError("state_scale", f"None beside a {kind} checkpoint", type(value).__name__)
+    elif value is None:
+        raise ArgumentError("state_scale", f"the scales of a {kind} checkpoint, {tuple(state.shape[:3])} float32", None)
+    else:
+        _dense_inside("state_scale", _tensor("state_scale", value, tuple(state.shape[:3]), (torch.float32,),
+                                             state.device))
 
 
 def _rings(geometry: Mamba2Geometry, slots: int, max_cache_len: int, device: torch.device,

@@ -33,9 +33,13 @@ def problems(target: str) -> list[tuple[str, Mamba2Problem]]:
     """(label, problem): the served head shapes and dtypes on sm_90, a few of them elsewhere."""
     main = [(f"64x128 L16 {str(state)[6:]}", make_problem((64, 64, 128, 8), state)) for state in (F32, F16, BF16)]
     tail = ("80x128 L5 bfloat16", make_problem((96, 80, 128, 8), BF16, 5))
+    eight_bit = ("64x128 int8 stochastic", make_problem((64, 64, 128, 8), torch.int8, philox_rounds=5))
     if target != "sm_90":
-        return [*main[:2], tail]
-    return [*main, tail,
+        return [*main[:2], tail, eight_bit]
+    return [*main, tail, eight_bit,
+            ("64x128 e4m3", make_problem((64, 64, 128, 8), torch.float8_e4m3fn)),
+            ("80x128 e4m3 stochastic", make_problem((96, 80, 128, 8), torch.float8_e4m3fn, philox_rounds=10)),
+            ("64x256 int8", make_problem((48, 64, 256, 1), torch.int8)),
             ("80x128 L16 float32", make_problem((96, 80, 128, 8), F32)),
             ("64x256 L16 float32", make_problem((48, 64, 256, 1), F32)),
             ("64x128 L16 float16, stochastic", make_problem((64, 64, 128, 8), F16, philox_rounds=5)),
@@ -71,7 +75,7 @@ def main() -> None:
             row = {"label": label, "state_bytes": config.rows * problem.geometry.dstate * problem.state_dtype.itemsize,
                    "threads": config.num_warps * warp_size, "config": config.to_dict(),
                    "replay": asdict(compile_replay(target, problem, config))}
-            if problem.buffer_len == 16:
+            if problem.buffer_len == 16 and problem.state_dtype.itemsize > 1:  # the baseline has no 8-bit state
                 step = default_step_config(problem.geometry, problem.state_dtype.itemsize, warp_size)
                 row["step"] = asdict(compile_step(target, problem, step))
             print(json.dumps(row), flush=True)

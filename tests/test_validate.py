@@ -10,6 +10,7 @@ import torch
 
 from replayssm_cute import ArgumentError, UnsupportedError, dispatch
 from replayssm_cute.mamba2 import selective_state_update_replayssm_output_only as step
+from replayssm_cute.rounding import quantize, seed_state
 from replayssm_cute.validate import mamba2_problem
 
 BATCH, SLOTS, H, P, N, G, L = 3, 5, 4, 8, 16, 2, 4
@@ -116,9 +117,79 @@ def test_device_mismatch_names_both() -> None:
     assert (caught.value.name, str(caught.value.got)) == ("x", "meta") and "cpu" in caught.value.expected
 
 
-def test_stochastic_rounding_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="stochastic"):
-        step(**good(), enable_stochastic_rounding=True)
+def stochastic(**changes: Any) -> dict[str, Any]:
+    a = good()
+    return {**a, "state": a["state"].half(), "enable_stochastic_rounding": True,
+            "rand_seed": seed_state(1, "cpu"), **changes}
+
+
+def test_good_stochastic_arguments_pass() -> None:
+    a = stochastic(cache_philox_rounds=5)
+    step(**a)
+    assert a["rand_seed"][1] == 1
+    step(**{**a, "rand_seed": None})
+
+
+@pytest.mark.parametrize(("change", "name", "expected"), [
+    ({"cache_philox_rounds": -1}, "cache_philox_rounds", "an integer in 0..16"),
+    ({"cache_philox_rounds": 17}, "cache_philox_rounds", "an integer in 0..16"),
+    ({"cache_philox_rounds": "ten"}, "cache_philox_rounds", "an integer in 0..16"),
+    ({"cache_philox_rounds": True}, "cache_philox_rounds", "an integer in 0..16"),
+    ({"rand_seed": seed_state(1, "meta")}, "rand_seed", "device cpu, where state is"),
+    ({"rand_seed": seed_state(1, "cpu").int()}, "rand_seed", "dtype int64"),
+    ({"rand_seed": seed_state(1, "cpu")[:4]}, "rand_seed", "shape (8)"),
+    ({"rand_seed": 1}, "rand_seed", "a tensor")], ids=lambda v: str(v)[:40])
+def test_bad_stochastic_arguments(change: dict[str, Any], name: str, expected: str) -> None:
+    args = stochastic(**change)
+    before = args["state"].clone()
+    with pytest.raises(ArgumentError) as caught:
+        step(**args)
+    assert caught.value.name == name and expected in caught.value.expected
+    assert torch.equal(args["state"], before)
+
+
+def test_stochastic_rounding_needs_whole_calls_of_the_generator() -> None:
+    a = stochastic()
+    for name, width in (("state", 12), ("B", 12), ("C", 12), ("B_cache", 12)):
+        a[name] = a[name][..., :width].contiguous()
+    a["A"] = a["A"][..., :12]
+    with pytest.raises(ArgumentError, match="state: expected a multiple of 8 columns for stochastic rounding, got 12"):
+        step(**a)
+
+
+def test_stochastic_rounding_of_an_fp32_state_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"enable_stochastic_rounding: a torch\.float32 checkpoint drops no bits"):
+        step(**stochastic(state=good()["state"]))
+
+
+def eight_bit(**changes: Any) -> dict[str, Any]:
+    codes, scale = quantize(good()["state"], torch.int8)
+    return {**good(), "state": codes, "state_scale": scale, **changes}
+
+
+def test_good_8_bit_arguments_pass() -> None:
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        codes, scale = quantize(good()["state"], dtype)
+        step(**eight_bit(state=codes, state_scale=rows_padded(scale)))
+
+
+@pytest.mark.parametrize(("change", "expected"), [
+    (lambda a: {"state_scale": None}, "the scales of a int8 checkpoint, (5, 4, 8) float32"),
+    (lambda a: {"state": good()["state"]}, "None beside a float32 checkpoint"),
+    (lambda a: {"state": good()["state"].half()}, "None beside a float16 checkpoint"),
+    (lambda a: {"state_scale": a["state_scale"][:, :, :4]}, "shape (5, 4, 8)"),
+    (lambda a: {"state_scale": a["state_scale"].half()}, "dtype float32"),
+    (lambda a: {"state_scale": a["state_scale"].to("meta")}, "device cpu, where state is"),
+    (lambda a: {"state_scale": a["state_scale"].transpose(1, 2).contiguous().transpose(1, 2)}, "dense"),
+    (lambda a: {"state_scale": 1.0}, "a tensor")])
+def test_bad_scales(change: Callable[[dict[str, Any]], dict[str, Any]], expected: str) -> None:
+    args = eight_bit()
+    args.update(change(args))
+    before = args["state"].clone()
+    with pytest.raises(ArgumentError) as caught:
+        step(**args)
+    assert caught.value.name == "state_scale" and expected in caught.value.expected
+    assert torch.equal(args["state"], before)
 
 
 def test_named_backend_that_cannot_serve_raises_with_the_reason() -> None:

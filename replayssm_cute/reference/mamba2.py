@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from replayssm_cute.rounding import random_bits, round_stochastic
+from replayssm_cute.rounding import LARGEST_CODE, dequantize, quantize, random_bits, round_stochastic
 
 SOFTPLUS_THRESHOLD = 20.0
 
@@ -90,8 +90,9 @@ def replay_step_naive(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor
                       D: Tensor | None, dt_bias: Tensor | None, z: Tensor | None,
                       x_cache: Tensor, dt_cache: Tensor, B_cache: Tensor, write_pos: Tensor,
                       is_flush: Tensor, state_batch_indices: Tensor, null_block_id: int,
-                      out: Tensor, rand_seed: Tensor | None = None, *, dt_softplus: bool = True,
-                      philox_rounds: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+                      out: Tensor, rand_seed: Tensor | None = None, state_scale: Tensor | None = None, *,
+                      dt_softplus: bool = True, philox_rounds: int = 0,
+                      dtype: torch.dtype = torch.float64) -> Tensor:
     """The replay step as its specification states it; arguments as in ``replay_step``."""
     nheads, ratio = x.shape[1], x.shape[1] // B.shape[1]
     dts = discretize(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus, dtype)
@@ -106,15 +107,15 @@ def replay_step_naive(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor
             xs = torch.cat([x_cache[s, h, :w], x[b, h, None]]).to(dtype)
             Bs = torch.cat([B_cache[s, g, :w], B[b, g, None]]).to(dtype)
             weight = d * torch.exp(a * _suffix_sum(d))
-            folded = torch.exp(a * d.sum()) * state[s, h].to(dtype) \
+            folded = torch.exp(a * d.sum()) * loaded(state, state_scale, (s, h), dtype) \
                 + (weight[:, None] * xs).T @ Bs
             y = _skip_and_gate((folded @ C[b, g].to(dtype))[None, None], x[b:b + 1, h:h + 1],
                                None if D is None else D[h:h + 1],
                                None if z is None else z[b:b + 1, h:h + 1])
             out[b, h] = y[0, 0].to(out.dtype)
             if flush:
-                slot, head = torch.tensor([s], device=state.device), slice(h, h + 1)
-                state[s, head] = stored(folded[None, None], slot, head, state, rand_seed, philox_rounds)[0]
+                slot, head = (torch.tensor([i], device=state.device) for i in (s, h))
+                store(folded[None, None], slot, head, state, state_scale, rand_seed, philox_rounds)
                 continue
             x_cache[s, h, w], dt_cache[s, h, w] = x[b, h].to(x_cache.dtype), dts[b, h].to(dt_cache.dtype)
             if h % ratio == 0:
@@ -127,13 +128,15 @@ def replay_step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: T
                 D: Tensor | None, dt_bias: Tensor | None, z: Tensor | None,
                 x_cache: Tensor, dt_cache: Tensor, B_cache: Tensor, write_pos: Tensor,
                 is_flush: Tensor, state_batch_indices: Tensor, null_block_id: int,
-                out: Tensor, rand_seed: Tensor | None = None, *, dt_softplus: bool = True,
-                philox_rounds: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+                out: Tensor, rand_seed: Tensor | None = None, state_scale: Tensor | None = None, *,
+                dt_softplus: bool = True, philox_rounds: int = 0,
+                dtype: torch.dtype = torch.float32) -> Tensor:
     """One token per row by replay, vectorised. Shapes and rules: ``replayssm_cute.mamba2``.
 
-    ``state``, the rings, ``out`` and ``rand_seed`` are changed in place; ``dtype`` is that of the
-    arithmetic. With ``philox_rounds`` the checkpoint is rounded stochastically; see ``rounding``. It
-    allocates and copies the named states, so it is for machines without a GPU and for tests.
+    ``state``, ``state_scale``, the rings, ``out`` and ``rand_seed`` are changed in place; ``dtype`` is
+    that of the arithmetic. With ``philox_rounds`` the checkpoint is rounded stochastically; see
+    ``rounding``. It allocates and copies the named states, so it is for machines without a GPU and for
+    tests.
     """
     batch, nheads, headdim = x.shape
     ngroups, dstate, L = B.shape[1], B.shape[2], x_cache.shape[2]
@@ -167,16 +170,17 @@ def replay_step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: T
     y = x.new_empty((rows.numel(), nheads, headdim), dtype=dtype)
     read = ~flush
     if read.any():
-        checkpoint = by_group(state[slots[read]].to(dtype)).flatten(2, 3)     # (rows, G, r P, N)
+        checkpoint = by_group(loaded(state, state_scale, slots[read], dtype)).flatten(2, 3)  # (rows, G, r P, N)
         scores = by_group(weight[read]) * (Bs[read] @ Cg[read]).transpose(-1, -2)
         y[read] = decay[read][..., None] * (checkpoint @ Cg[read]).view(-1, nheads, headdim) \
             + (scores.flatten(1, 2)[:, :, None] @ xs[read])[:, :, 0]
     if flush.any():
         scaled = by_group((weight[flush][..., None] * xs[flush]).transpose(-1, -2)).flatten(2, 3)
         folded = (scaled @ Bs[flush]).view(-1, nheads, headdim, dstate) \
-            + decay[flush][..., None, None] * state[slots[flush]].to(dtype)
+            + decay[flush][..., None, None] * loaded(state, state_scale, slots[flush], dtype)
         y[flush] = (by_group(folded).flatten(2, 3) @ Cg[flush]).view(-1, nheads, headdim)
-        state[slots[flush]] = stored(folded, slots[flush], slice(None), state, rand_seed, philox_rounds)
+        store(folded, slots[flush], torch.arange(nheads, device=x.device), state, state_scale, rand_seed,
+              philox_rounds)
     out[rows] = _skip_and_gate(y, x[rows], D, None if z is None else z[rows]).to(out.dtype)
 
     s, p, r = slots[read], w[read], rows[read]
@@ -187,19 +191,29 @@ def replay_step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: T
     return out
 
 
-def stored(folded: Tensor, slots: Tensor, heads: slice, state: Tensor, rand_seed: Tensor | None,
-           philox_rounds: int) -> Tensor:
-    """Folded states (rows, heads, P, N) as the pool stores them: rounded to nearest, or by ``rounding``."""
-    if not philox_rounds:
-        return folded.to(state.dtype)
-    assert rand_seed is not None
-    seed, step, _, first, total, *_ = rand_seed.tolist()
-    _, H, P, N = state.shape
-    head = first + torch.arange(H, device=state.device)[heads]
-    inside = torch.arange(P * N, device=state.device).view(P, N)
-    position = ((slots * (total or H))[:, None] + head)[:, :, None, None] * (P * N) + inside
-    bits = random_bits(position, seed, step, state.dtype, philox_rounds)
-    return round_stochastic(folded.float(), bits, state.dtype)
+def loaded(state: Tensor, state_scale: Tensor | None, at: Tensor | tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Checkpoints at an index of the pool, as values in ``dtype``."""
+    if state_scale is None:
+        return state[at].to(dtype)
+    return dequantize(state[at], state_scale[at], dtype)
+
+
+def store(folded: Tensor, slots: Tensor, heads: Tensor, state: Tensor, state_scale: Tensor | None,
+          rand_seed: Tensor | None, philox_rounds: int) -> None:
+    """Put folded states (rows, heads, P, N) into the pool: rounded to nearest, or stochastically."""
+    at, bits = (slots[:, None], heads), None
+    if philox_rounds:
+        assert rand_seed is not None
+        seed, step, _, first, total, *_ = rand_seed.tolist()
+        _, H, P, N = state.shape
+        inside = torch.arange(P * N, device=state.device).view(P, N)
+        position = ((slots * (total or H))[:, None] + first + heads)[:, :, None, None] * (P * N) + inside
+        bits = random_bits(position, seed, step, state.dtype, philox_rounds)
+    if state.dtype in LARGEST_CODE:
+        assert state_scale is not None
+        state[at], state_scale[at] = quantize(folded.float(), state.dtype, bits)
+    else:
+        state[at] = folded.to(state.dtype) if bits is None else round_stochastic(folded.float(), bits, state.dtype)
 
 
 def advance(rand_seed: Tensor | None) -> None:
