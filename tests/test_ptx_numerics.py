@@ -16,7 +16,8 @@ from tests.ptx import numerics
 F32 = np.float32
 COUNT = 4000
 SPECIAL = np.array([0.0, -0.0, 1.0, -1.0, 1.5, 2.0 ** -126, -(2.0 ** -126), 2.0 ** -149, 3 * 2.0 ** -149,
-                    65504.0, 65519.9, 65520.0, 65536.0, 2.0 ** -24, 2.0 ** -25, 3 * 2.0 ** -25, 2.0 ** -14, 3.4028235e38, -3e38], F32)
+                    65504.0, 65519.9, 65520.0, 65536.0,
+                    2.0 ** -24, 2.0 ** -25, 3 * 2.0 ** -25, 2.0 ** -14, 3.4028235e38, -3e38], F32)
 NOT_FINITE = np.array([np.inf, -np.inf, np.nan], F32)
 
 
@@ -67,14 +68,15 @@ def test_fma_is_rounded_once(f: Callable[..., np.ndarray], toward_zero: bool, sp
 
 @pytest.mark.parametrize("exponent", [-149, -140, -127, -126, -100, 0, 60])
 def test_fma_where_two_roundings_differ_from_one(exponent: int) -> None:
-    """c plus almost half of its last place, by less than float64 can hold beside c: not a tie, but it looks like one."""
-    odd = np.random.default_rng(9).integers(1 << 22, 1 << 23, 200) * 2 + 1 if exponent > -126 else np.arange(201, 1 << 23, 40003) * 2 + 1
+    """c plus almost half of its last place, as near to it as float64 cannot hold: it looks like a tie and is none."""
+    odd = 2 * np.random.default_rng(9).integers(1 << 22 if exponent > -126 else 100, 1 << 23, 200) + 1
     last_place = 2.0 ** max(exponent - 23, -149)
     c = np.concatenate([odd, -odd]) * last_place
     a = np.full(c.size, 2.0 ** (max(exponent, -126) // 2 - 24) * (1 + 2.0 ** -23))
     b = last_place / 2 / 2.0 ** (max(exponent, -126) // 2 - 24) * (1 - 2.0 ** -23) * np.sign(c)
     a, b, c = (v.astype(F32) for v in (a, b, c))
-    assert (np.abs(c).astype(np.float64) + last_place / 2 == np.abs(c.astype(np.float64) + a.astype(np.float64) * b)).any()
+    wide = c.astype(np.float64) + a.astype(np.float64) * b
+    assert (np.abs(wide) - np.abs(c) == last_place / 2).any(), "rounding twice must show"
     np.testing.assert_array_equal(numerics.fma(a, b, c), c, "a little less than half: down")
     np.testing.assert_array_equal(numerics.fma(a, -b, c), c)
 
