@@ -16,14 +16,14 @@ from torch import Tensor
 from fallback_triton.device import load_vector, row_dots, store_vector
 from fallback_triton.gdn_config import GdnTritonConfig
 from fallback_triton.gdn_device import (
+    add_records,
     dot,
-    fold_ring,
     gates,
     inverse_norm,
     load_gates,
     load_tiles,
     scaled,
-    store_tiles,
+    store_tile,
 )
 from fallback_triton.launch import compile_kernel, compile_options, kernel
 from fallback_triton.mamba2_config import next_power_of_two
@@ -31,12 +31,14 @@ from replayssm_cute.gdn_types import GdnProblem
 
 
 @triton.jit
-def fold_token(S, d, k, factor):
-    """S + d (factor k)^T for tiles of rows."""
-    out = ()
+def fold_and_store(state, S, d_cache, k_cache, g_cache, v, w, decay, g, d, k_now, k_norm, K: tl.constexpr,
+                   V: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr):
+    """Store ring and token folded into the checkpoint, a tile of columns after the other; ``decay`` is exp of all g."""
     for i in tl.static_range(len(S)):
-        out += (S[i] + d[:, None] * (k[i].to(tl.float32) * factor)[None, :],)  # type: ignore[assignment]
-    return out
+        k = i * STEP + tl.arange(0, STEP)
+        tile = S[i].to(tl.float32) * decay + d[:, None] * (k_now[i].to(tl.float32) * k_norm)[None, :]
+        tile = add_records(tile, d_cache, k_cache, g_cache, v, k, w, 0, g, K, V, L)
+        store_tile(state, tile, v, v < V, k, K, K)
 
 
 @kernel
@@ -99,9 +101,7 @@ def decode_kernel(
     o = before_q * (step * q_norm) + d * (dot(q_ring, k_ring) * q_norm * k_norm)
     tl.store(out, o.to(out_ptr.dtype.element_ty), mask=inside)
     if flush:
-        folded = fold_token(scaled(S, decay * step), d, k_state, k_norm)
-        folded = fold_ring(folded, d_cache, k_cache, g_cache, v, w, 0, g, K, V, L, STATE_K)
-        store_tiles(state, folded, v, inside, K, K, STATE_K)
+        fold_and_store(state, S, d_cache, k_cache, g_cache, v, w, decay * step, g, d, k_state, k_norm, K, V, L, STATE_K)
     else:
         tl.store(d_cache + w * V + v, d.to(d_cache_ptr.dtype.element_ty), mask=inside)
         if tile == 0:

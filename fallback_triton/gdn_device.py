@@ -40,12 +40,17 @@ def load_tiles(matrix, rows, valid, pitch, K: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
+def store_tile(matrix, tile, rows, valid, k, pitch, K: tl.constexpr):
+    """Store a (ROWS, COLUMNS) tile at columns k, in the dtype of ``matrix``."""
+    at = matrix + rows[:, None] * pitch + k[None, :]
+    tl.store(at, tile.to(matrix.dtype.element_ty), mask=valid[:, None] & (k < K)[None, :])
+
+
+@triton.jit
 def store_tiles(matrix, tiles, rows, valid, pitch, K: tl.constexpr, STEP: tl.constexpr):
     """The reverse of ``load_tiles``, in the dtype of ``matrix``."""
     for i in tl.static_range(len(tiles)):
-        k = i * STEP + tl.arange(0, STEP)
-        tl.store(matrix + rows[:, None] * pitch + k[None, :], tiles[i].to(matrix.dtype.element_ty),
-                 mask=valid[:, None] & (k < K)[None, :])
+        store_tile(matrix, tiles[i], rows, valid, i * STEP + tl.arange(0, STEP), pitch, K)
 
 
 @triton.jit
@@ -126,9 +131,8 @@ def advance(S, k, v, g, beta):
     d = beta * (v - tl.sum(total, 1))
     new = ()
     for i in tl.static_range(len(S)):
-        shape: tl.constexpr = decayed[i].shape
-        new += (tl.fma(tl.broadcast_to(d[:, None], shape), tl.broadcast_to(k[i][None, :], shape),  # type: ignore[assignment]
-                       decayed[i]),)
+        new += (tl.fma(tl.broadcast_to(d[:, None], total.shape),  # type: ignore[assignment]
+                       tl.broadcast_to(k[i][None, :], total.shape), decayed[i]),)
     return new
 
 
@@ -175,31 +179,38 @@ def load_gates(g_ring, count, base, L: tl.constexpr, BLOCK_L: tl.constexpr):
 
 
 @triton.jit
-def fold_ring(S, d_ring, k_ring, g_ring, v, count, base, later, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
-              STEP: tl.constexpr):
-    """S + sum_j exp(later + the g behind record j) d_j k_j^T over the first ``count`` records, for tiles of rows v.
+def add_records(tile, d_ring, k_ring, g_ring, v, k, count, base, later, K: tl.constexpr, V: tl.constexpr,
+                L: tl.constexpr):
+    """``tile`` + sum_j exp(later + the g behind record j) d_j k_j^T over the first ``count`` records.
 
-    The records are walked from the newest backwards, which gives the sum of the later g as it goes.
+    ``tile`` is fp32, rows v and columns k of a state. The records are walked from the newest backwards, which gives the
+    sum of the later g as it goes.
     """
+    j = count - 1
+    while j >= 0:
+        g, d, key = (), (), ()
+        for i in tl.static_range(FOLD_ROWS):
+            # Before record 0 nothing is loaded. Said by a bound: the interpreter of some Triton versions
+            # makes an integer of a block mask combined with a scalar one.
+            p = ring_row(base, j - i, L)
+            v_end, k_end = tl.where(j >= i, V, 0), tl.where(j >= i, K, 0)
+            g += (tl.load(g_ring + p, mask=j >= i, other=0.0),)  # type: ignore[assignment]
+            d += (tl.load(d_ring + p * V + v, mask=v < v_end, other=0.0),)  # type: ignore[assignment]
+            key += (tl.load(k_ring + p * K + k, mask=k < k_end, other=0.0),)  # type: ignore[assignment]
+        for i in tl.static_range(FOLD_ROWS):
+            tile += (d[i].to(tl.float32) * tl.exp2(later * LOG2E))[:, None] * key[i].to(tl.float32)[None, :]
+            later += g[i]
+        j -= FOLD_ROWS
+    return tile
+
+
+@triton.jit
+def fold_ring(S, d_ring, k_ring, g_ring, v, count, base, decay, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
+              STEP: tl.constexpr):
+    """fp32 tiles of rows v after the first ``count`` records, from the ring's d; ``decay`` is exp of all their g."""
     out = ()
-    for t in tl.static_range(len(S)):
-        n = t * STEP + tl.arange(0, STEP)
-        tile = S[t]
-        behind = later
-        j = count - 1
-        while j >= 0:
-            g, d, k = (), (), ()
-            for i in tl.static_range(FOLD_ROWS):
-                # Before record 0 nothing is loaded. Said by a bound: the interpreter of some Triton versions
-                # makes an integer of a block mask combined with a scalar one.
-                p = ring_row(base, j - i, L)
-                v_end, k_end = tl.where(j >= i, V, 0), tl.where(j >= i, K, 0)
-                g += (tl.load(g_ring + p, mask=j >= i, other=0.0),)  # type: ignore[assignment]
-                d += (tl.load(d_ring + p * V + v, mask=v < v_end, other=0.0),)  # type: ignore[assignment]
-                k += (tl.load(k_ring + p * K + n, mask=n < k_end, other=0.0),)  # type: ignore[assignment]
-            for i in tl.static_range(FOLD_ROWS):
-                tile += (d[i].to(tl.float32) * tl.exp2(behind * LOG2E))[:, None] * k[i].to(tl.float32)[None, :]
-                behind += g[i]
-            j -= FOLD_ROWS
-        out += (tile,)  # type: ignore[assignment]
+    for i in tl.static_range(len(S)):
+        k = i * STEP + tl.arange(0, STEP)
+        out += (add_records(S[i].to(tl.float32) * decay, d_ring, k_ring, g_ring, v, k, count, base,  # type: ignore[assignment]
+                            tl.full((), 0.0, tl.float32), K, V, L),)
     return out

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from fallback_triton import gdn_decode
+from fallback_triton import gdn_decode, gdn_fold, gdn_step, gdn_verify
 from fallback_triton.gdn_config import default_config
 from fallback_triton.launch import compile_options
 from fallback_triton.offline import TARGETS, Resources, compile_for
-from replayssm_cute.gdn_types import GdnGeometry, GdnProblem
+from replayssm_cute.gdn_types import GdnFoldProblem, GdnGeometry, GdnProblem
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -27,31 +27,63 @@ def make_problem(heads: tuple[int, int], state: torch.dtype, K: int = 128, V: in
     return GdnProblem(GdnGeometry(*heads, K, V), L, state, act, **fields)
 
 
-def problems(target: str) -> list[tuple[str, GdnProblem]]:
+def make_verify(heads: tuple[int, int], state: torch.dtype, tokens: int, **changes: Any) -> GdnProblem:
+    return make_problem(heads, state, **{"tokens": tokens, "flag_dtype": torch.int8, "exact_fold": True, **changes})
+
+
+def make_fold(heads: tuple[int, int], state: torch.dtype, raw: torch.dtype | None) -> GdnFoldProblem:
+    return GdnFoldProblem(GdnGeometry(*heads), 16, state, BF16, raw, torch.int32, torch.int8, False, True)
+
+
+def problems(target: str) -> list[tuple[str, GdnProblem | GdnFoldProblem]]:
     """(label, problem): the served head shapes and dtypes on sm_90, a few of them elsewhere."""
-    main = [(f"decode {str(state)[6:]}", make_problem((16, 32), state)) for state in (F32, F16, BF16)]
-    odd = ("decode 64x80 L5", make_problem((2, 6), BF16, 80, 64, 5, flag_dtype=None, row_align=4, state_align=8))
+    odd = {"flag_dtype": None, "row_align": 4, "state_align": 8}
+    some: list[tuple[str, GdnProblem | GdnFoldProblem]] = [
+        ("decode float32", make_problem((16, 32), F32)), ("decode bfloat16", make_problem((16, 32), BF16)),
+        ("decode 64x80 L5", make_problem((2, 6), BF16, 80, 64, 5, **odd)),
+        ("verify T4 float32", make_verify((16, 32), F32, 4)),
+        ("verify T4 bfloat16, ring fold", make_verify((16, 32), BF16, 4, exact_fold=False)),
+        ("fold float32", make_fold((16, 32), F32, BF16))]
     if target != "sm_90":
-        return [*main[:2], odd]
-    return [*main, odd, ("decode float32 rings", make_problem((16, 48), F32, ring_dtype=F32)),
-            ("decode L64", make_problem((16, 64), F32, L=64)), ("decode K256", make_problem((4, 4), F32, 256, 256))]
+        return some
+    return [*some, ("decode float16", make_problem((16, 64), F16)),
+            ("decode float32 rings", make_problem((16, 48), F32, ring_dtype=F32)),
+            ("decode L64", make_problem((16, 64), F32, L=64)), ("decode K256", make_problem((4, 4), F32, 256, 256)),
+            ("verify T4 float32, verify rows", make_verify((16, 48), F32, 4, launch_mode="verify", act=F16)),
+            ("verify T3 float16 L8", make_verify((16, 16), F16, 3, L=8, ring_dtype=F32)),
+            ("verify T16 float32 L32", make_verify((16, 32), F32, 16, L=32)),
+            ("fold bfloat16, ring fold", make_fold((16, 16), BF16, None))]
 
 
-def compile_problem(target: str, problem: GdnProblem) -> Resources:
+def compile_problem(target: str, problem: GdnProblem | GdnFoldProblem) -> dict[str, Resources]:
+    """Resources of the problem's kernel, and of the per-step baseline where it decodes."""
     config = default_config(problem, TARGETS[target].warp_size)
-    return compile_for(target, gdn_decode.decode_kernel, gdn_decode.decode_arguments(problem),
-                       gdn_decode.decode_constants(problem, config),
-                       compile_options(config.num_warps, config.max_registers))
+    options = compile_options(config.num_warps, config.max_registers)
+
+    def resources(kernel: Any, arguments: list[Any], constants: dict[str, Any]) -> Resources:
+        return compile_for(target, kernel, arguments, constants, options)
+
+    if isinstance(problem, GdnFoldProblem):
+        return {"fold": resources(gdn_fold.fold_kernel, gdn_fold.fold_arguments(problem),
+                                  gdn_fold.fold_constants(problem, config))}
+    if problem.tokens:
+        return {"verify": resources(gdn_verify.verify_kernel, gdn_verify.verify_arguments(problem),
+                                    gdn_verify.verify_constants(problem, config))}
+    return {"decode": resources(gdn_decode.decode_kernel, gdn_decode.decode_arguments(problem),
+                                gdn_decode.decode_constants(problem, config)),
+            "step": resources(gdn_step.step_kernel, gdn_step.step_arguments(problem),
+                              gdn_step.step_constants(problem, config))}
 
 
 def main() -> None:
     for target in sys.argv[1:] or TARGETS:
         for label, problem in problems(target):
             config = default_config(problem, TARGETS[target].warp_size)
-            row = {"label": label, "config": config.to_dict(), "threads": config.num_warps * TARGETS[target].warp_size,
-                   "state_bytes": config.block_v * problem.geometry.head_k_dim * problem.state_dtype.itemsize,
-                   **asdict(compile_problem(target, problem))}
-            print(json.dumps(row), flush=True)
+            for kernel, resources in compile_problem(target, problem).items():
+                row = {"label": label, "kernel": kernel, "threads": config.num_warps * TARGETS[target].warp_size,
+                       "state_bytes": config.block_v * problem.geometry.head_k_dim * problem.state_dtype.itemsize,
+                       **asdict(resources)}
+                print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
