@@ -195,7 +195,8 @@ def replay_kernel(
     write_pos_ptr, is_flush_ptr, indices_ptr, out_ptr, seed_ptr, scale_ptr, null_block_id: tl.int64,
     state_slot: tl.int64, x_row: tl.int64, dt_row: tl.int64, dt_head: tl.int64, A_head: tl.int64, B_row: tl.int64,
     C_row: tl.int64, D_head: tl.int64, dt_bias_head: tl.int64, z_row: tl.int64, x_cache_slot: tl.int64,
-    dt_cache_slot: tl.int64, B_cache_slot: tl.int64, indices_row: tl.int64, out_row: tl.int64, scale_slot,
+    dt_cache_slot: tl.int64, B_cache_slot: tl.int64, indices_row: tl.int64, out_row: tl.int64,
+    scale_slot: tl.int64,
     NHEADS: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr, NGROUPS: tl.constexpr,
     BUFFER_LEN: tl.constexpr, DT_SOFTPLUS: tl.constexpr, D_TIED: tl.constexpr, STATE_ALIGN: tl.constexpr,
     ROW_ALIGN: tl.constexpr, BLOCK_P: tl.constexpr, TAIL_P: tl.constexpr, BLOCK_L: tl.constexpr,
@@ -310,7 +311,7 @@ def compile_replay_step(problem: Mamba2Problem, config: Mamba2TritonConfig) -> C
                is_flush, state_batch_indices, out, rand_seed, state_scale, null_block_id, state.stride(0), x.stride(0),
                dt.stride(0), dt.stride(1), A.stride(0), B.stride(0), C.stride(0), stride(D), stride(dt_bias), stride(z),
                x_cache.stride(0), dt_cache.stride(0), B_cache.stride(0), state_batch_indices.stride(0), out.stride(0),
-               None if state_scale is None else state_scale.stride(0))
+               stride(state_scale))
         return out
     return step
 
@@ -318,12 +319,12 @@ def compile_replay_step(problem: Mamba2Problem, config: Mamba2TritonConfig) -> C
 def replay_arguments(problem: Mamba2Problem) -> list[torch.dtype | int | None]:
     """The kernel's run-time arguments as ``compile_kernel`` takes them: dtypes, integers, None where absent."""
     p, act, ring = problem, problem.act_dtype, problem.ring_dtype
-    integers = 16  # null_block_id and the strides
+    integers = 17  # null_block_id and the strides
     eight_bit = p.state_dtype in LARGEST_CODE
     return [torch.int8 if eight_bit else p.state_dtype, act, p.dt_dtype, torch.float32, act, act, p.D_dtype,
             p.dt_bias_dtype, act if p.has_z else None, ring, torch.float32, ring, torch.int32, p.flush_dtype,
             p.index_dtype, act, torch.int64 if p.philox_rounds else None, torch.float32 if eight_bit else None,
-            *[0] * integers, 0 if eight_bit else None]
+            *[0] * integers]
 
 
 def replay_constants(problem: Mamba2Problem, config: Mamba2TritonConfig) -> dict[str, int | bool | str]:

@@ -231,7 +231,7 @@ def test_configs_are_valid_and_cover_every_shape(warp_size: int) -> None:
     ({"num_warps": 32}, "exceed 512"), ({"state_n": 256}, "wider than N"), ({"num_warps": 1}, "more than 160"),
     ({"max_registers": 300}, "max_registers=300"), ({"fold_n": 4}, "splits a call of the random generator")])
 def test_invalid_configs_say_why(change: dict[str, int], reason: str) -> None:
-    problem = replace(problem_of(80, 128, F32), philox_rounds=10)
+    problem = replace(problem_of(80, 128, F16), philox_rounds=10)
     assert reason in validate(problem, replace(default_config(problem), **change)).reason
 
 
