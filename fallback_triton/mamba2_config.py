@@ -113,9 +113,9 @@ def default_config(problem: Mamba2Problem, warp_size: int = 32) -> Mamba2TritonC
     * At 64 fp32 elements a thread, 128 registers keep 128 KB of state in flight on a multiprocessor;
       the compiler would take up to 170. Compiled for sm_90 with 2-byte inputs and L = 16, this limit
       spills nothing at N = 128 and 16 bytes at N = 256.
-    * A 2-byte state in one or two warps takes 168 registers, which keeps 96 KB or more in flight; the
-      compiler's choice between 160 and 252 depends on its version. Left to it where a stochastic
-      rounding would spill: not two warps, or more than 128 elements a thread.
+    * Stochastic rounding of 128 elements a thread in two warps takes 168 registers, which keeps 96 KB in
+      flight and spills nothing but 40 bytes on sm_100, which has better kernels; the compiler's choice
+      between 160 and 240 depends on its version. Other splits would spill.
     """
     g, fp32 = problem.geometry, problem.state_dtype.itemsize == 4
     light = problem.buffer_len <= 16 and problem.act_dtype.itemsize == problem.ring_dtype.itemsize == 2
@@ -124,8 +124,8 @@ def default_config(problem: Mamba2Problem, warp_size: int = 32) -> Mamba2TritonC
                    128 if light and nvidia and problem.state_dtype.itemsize == 2 else 64)
     if light and nvidia and fp32 and config.num_warps >= 4 and state_per_thread(g, config, warp_size) <= 64:
         return replace(config, max_registers=128)
-    fits = not problem.philox_rounds or (config.num_warps == 2 and state_per_thread(g, config, warp_size) <= 128)
-    if light and nvidia and not fp32 and config.num_warps <= 2 and fits:
+    full = config.num_warps == 2 and state_per_thread(g, config, warp_size) <= 128
+    if light and nvidia and problem.philox_rounds and full:
         return replace(config, max_registers=168)
     return config
 
