@@ -35,16 +35,13 @@ def fold_kernel(
     source = tl.load(sources_ptr + row).to(tl.int64)
     target = tl.load(targets_ptr + row).to(tl.int64)
     key = tl.load(keys_ptr + row).to(tl.int64)
-    padded = (source == null_block_id) | (target == null_block_id) | (key == null_block_id)
-    if padded | (source < 0) | (target < 0) | (key < 0):
-        return
+    idle = (source < 0) | (target < 0) | (key < 0)
+    idle |= (source == null_block_id) | (target == null_block_id) | (key == null_block_id)
     if flush_ptr is not None:
-        if tl.load(flush_ptr + key) == 0:
-            return
-    if counts_ptr is not None:
-        count = tl.load(counts_ptr + row)
-    else:
-        count = tl.load(write_pos_ptr + key)
+        idle |= tl.load(flush_ptr + key, mask=key >= 0, other=0) == 0
+    if idle:
+        return
+    count = tl.load(counts_ptr + row) if counts_ptr is not None else tl.load(write_pos_ptr + key)
     base = tl.load(base_ptr + key)
 
     pool = tl.multiple_of(state_ptr + layer * state_layer, STATE_ALIGN)
@@ -60,7 +57,7 @@ def fold_kernel(
         d_cache = tl.multiple_of(d_cache_ptr + layer * d_cache_layer + key * d_cache_slot, ROW_ALIGN) + head * (L * V)
         k_cache = tl.multiple_of(k_cache_ptr + layer * k_cache_layer + key * k_cache_slot, ROW_ALIGN) \
             + head // RATIO * (L * K)
-        weight, decay = load_gates(g_cache, count, base, L, BLOCK_L)
+        _, decay = load_gates(g_cache, count, base, L, BLOCK_L)
         S = fold_ring(S, d_cache, k_cache, g_cache, v, count, base, decay, K, V, L, STATE_K)
     store_tiles(tl.multiple_of(pool + target * state_slot, STATE_ALIGN) + head * (V * K), S, v, v < V, K, K, STATE_K)
 
@@ -83,7 +80,7 @@ def fold_constants(problem: GdnFoldProblem, config: GdnTritonConfig) -> dict[str
 
 
 def compile_fold(problem: GdnFoldProblem, config: GdnTritonConfig) -> Callable[..., None]:
-    """Compile the fold for the current device; the result takes the canonical arguments of ``replayssm_cute.gdn_fold``."""
+    """Compile the fold for the current device; the result takes the arguments that ``gdn_fold._run`` passes."""
     launch = compile_kernel(fold_kernel, fold_arguments(problem), fold_constants(problem, config),
                             compile_options(config.num_warps, config.max_registers))
     programs = problem.geometry.num_v_heads * config.tiles(problem.geometry.head_v_dim)

@@ -34,7 +34,6 @@ from fallback_triton.launch import compile_kernel, compile_options, kernel
 from fallback_triton.mamba2_config import next_power_of_two
 from replayssm_cute.gdn_types import GdnProblem
 
-
 #: Longest window whose tokens are unrolled, so that the loads of one overlap with the sums of another.
 UNROLLED = tl.constexpr(4)
 
@@ -86,8 +85,9 @@ def verify_kernel(
     b_row: tl.int64, d_cache_slot: tl.int64, k_cache_slot: tl.int64, g_cache_slot: tl.int64, rawv_slot: tl.int64,
     rawk_slot: tl.int64, beta_slot: tl.int64, out_row: tl.int64,
     HV: tl.constexpr, RATIO: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, T: tl.constexpr,
-    MODE: tl.constexpr, SCALE: tl.constexpr, L2NORM: tl.constexpr, STATE_ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, STATE_K: tl.constexpr, RING_K: tl.constexpr,
+    SKIP_FLUSH: tl.constexpr, SKIP_OTHERS: tl.constexpr, SCALE: tl.constexpr, L2NORM: tl.constexpr,
+    STATE_ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_T: tl.constexpr, STATE_K: tl.constexpr, RING_K: tl.constexpr,
 ):
     """One verify step; program = (batch row, value head, tile of V). Shapes as in ``replayssm_cute.gdn``."""
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -109,12 +109,8 @@ def verify_kernel(
                  mask=used)
         return
     flush = tl.load(flush_ptr + key) != 0
-    if MODE == "verify":  # noqa: SIM300  a constant only by its spelling
-        if flush:
-            return
-    if MODE == "flush":  # noqa: SIM300
-        if flush == 0:
-            return
+    if (flush & SKIP_FLUSH) | ((flush == 0) & SKIP_OTHERS):
+        return
 
     m = tl.load(write_pos_ptr + key)
     base = tl.load(base_ptr + key)
@@ -131,7 +127,7 @@ def verify_kernel(
         if rawv_ptr is not None:
             S = fold_exact(S, rawv, rawk, g_cache, beta_cache, v, m, base, K, V, L, STATE_K, L2NORM)
         else:
-            weight, decay = load_gates(g_cache, m, base, L, BLOCK_L)
+            _, decay = load_gates(g_cache, m, base, L, BLOCK_L)
             S = fold_ring(S, d_cache, k_cache, g_cache, v, m, base, decay, K, V, L, STATE_K)
         store_tiles(state, S, v, v < V, K, K, STATE_K)
         S = rounded(S, state_ptr.dtype.element_ty)
@@ -196,14 +192,15 @@ def verify_constants(problem: GdnProblem, config: GdnTritonConfig) -> dict[str, 
     """The kernel's compile-time constants, in the order of its signature."""
     g = problem.geometry
     return {"HV": g.num_v_heads, "RATIO": g.ratio, "K": g.head_k_dim, "V": g.head_v_dim, "L": problem.buffer_len,
-            "T": problem.tokens, "MODE": problem.launch_mode, "SCALE": problem.scale, "L2NORM": problem.l2norm,
+            "T": problem.tokens, "SKIP_FLUSH": problem.launch_mode == "verify",
+            "SKIP_OTHERS": problem.launch_mode == "flush", "SCALE": problem.scale, "L2NORM": problem.l2norm,
             "STATE_ALIGN": problem.state_align, "ROW_ALIGN": problem.row_align, "BLOCK_V": config.block_v,
             "BLOCK_L": next_power_of_two(problem.buffer_len), "BLOCK_T": next_power_of_two(problem.tokens),
             "STATE_K": config.state_k, "RING_K": config.ring_k}
 
 
 def compile_verify(problem: GdnProblem, config: GdnTritonConfig) -> Callable[..., Tensor]:
-    """Compile the step for the current device; the result takes the canonical arguments of ``gdn_replayssm_spec_decode``.
+    """Compile the step for the current device; the result takes the arguments that ``replayssm_cute.gdn`` passes.
 
     It serves every batch size, launches one kernel and does nothing else.
     """

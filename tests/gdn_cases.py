@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from replayssm_cute.gdn_types import GdnProblem
+from replayssm_cute.gdn_validate import decode_problem, verify_problem
 from replayssm_cute.reference import gdn, gdn_spec
 from tests import tolerance
 from tests.cases import GUARD, View, bits, narrowed
@@ -75,6 +77,13 @@ class Case:
     def rings(self) -> dict[str, Tensor | None]:
         return {name: self.get(name) for name in RINGS}
 
+    def op_args(self) -> tuple[Any, ...]:
+        """The canonical arguments of the operation, as a backend's launch takes them."""
+        if not self.spec:
+            return self.decode_args()
+        args = self.verify_args()
+        return (*args[:8], *self.rings.values(), *args[9:])
+
     def decode_args(self) -> tuple[Any, ...]:
         return tuple(self.get(name) for name in DECODE)
 
@@ -86,6 +95,9 @@ class Case:
 
     def clone(self) -> Case:
         return replace(self, buffers={k: v.clone() for k, v in self.buffers.items()})
+
+    def to(self, device: torch.device | str) -> Case:
+        return replace(self, buffers={k: v.to(device) for k, v in self.buffers.items()})
 
     def double(self) -> Case:
         return replace(self, buffers={k: v.double() if v.is_floating_point() else v.clone()
@@ -102,6 +114,14 @@ class Case:
         if not self.spec:
             return [] if flush else [m]
         return [(base + m + s) % self.buffer_len for s in range(self.lengths[row])]
+
+
+def problem_of(case: Case, launch_mode: str = "both") -> GdnProblem:
+    """The problem that the case poses."""
+    if not case.spec:
+        return decode_problem(*case.decode_args(), scale=case.scale, l2norm=case.l2norm)
+    return verify_problem(*case.verify_args(), max_cache_len=case.buffer_len, max_spec_len=max(case.lengths),
+                          scale=case.scale, l2norm=case.l2norm, launch_mode=launch_mode)
 
 
 class Builder:

@@ -41,6 +41,7 @@ class Chain:
         shadow: (requests, HV, V, K) recurrent states after the accepted tokens.
         flushes, output_error: what has happened so far; the error is relative to the largest output.
         bases: values that ``cache_base`` has had.
+        recurrence: one token of the rule, as ``reference.gdn.recurrent_step``; it sets the bits of the shadow.
     """
 
     shape: Shape
@@ -53,6 +54,7 @@ class Chain:
     flushes: int = 0
     output_error: float = 0.0
     bases: set[int] = field(default_factory=set)
+    recurrence: Callable[..., tuple[Tensor, Tensor]] = gdn.recurrent_step
 
     def __post_init__(self) -> None:
         s, self.gen = self.shape, torch.Generator().manual_seed(self.seed)
@@ -119,7 +121,7 @@ class Chain:
         new = self.shadow.clone()
         for t in range(T):
             row = {n: inputs[n].unflatten(0, (-1, T))[:-1, t] for n in ("q", "k", "v", "a", "b")}
-            o, state = gdn.recurrent_step(state, **row, A_log=self.A_log, dt_bias=self.dt_bias)
+            o, state = self.recurrence(state, **row, A_log=self.A_log, dt_bias=self.dt_bias)
             worst = max(worst, float((out[:-1, t].double() - o.double()).abs().max() / o.abs().max()))
             keep = (accepted > t).to(self.device)
             new[keep] = state[keep]
