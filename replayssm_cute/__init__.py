@@ -18,6 +18,11 @@ _EXPORTS = {
     "Mamba2Pool": "layout", "allocate_mamba2_pool": "layout", "mamba2_ring_bytes": "layout",
     "mamba2_ring_shapes": "layout", "mamba2_state_bytes": "layout", "mamba2_step_bytes": "layout",
     "Mamba2Geometry": "types", "Mamba2Problem": "types", "Support": "types",
+    "gdn_replayssm_decode": "gdn", "gdn_replayssm_spec_decode": "gdn", "fused_recurrent_linear_replayssm_decode": "gdn",
+    "GdnCursors": "gdn_cursors", "commit_gdn_replayssm_spec": "gdn_cursors", "reset_gdn_replayssm_spec": "gdn_cursors",
+    "fold_gdn_replayssm": "gdn_fold", "snapshot_gdn_replayssm": "gdn_fold", "retire_gdn_replayssm": "gdn_fold",
+    "GdnPool": "gdn_layout", "allocate_gdn_pool": "gdn_layout", "gdn_memory": "gdn_layout",
+    "gdn_ring_bytes": "gdn_layout", "gdn_snapshot_bytes": "gdn_layout", "GdnGeometry": "gdn_types",
     "ModelSupport": "registry.support", "supports_replayssm": "registry.support",
     "ArgumentError": "errors", "RegistryError": "errors", "ReplayError": "errors", "UnsupportedError": "errors",
 }
@@ -27,6 +32,15 @@ if TYPE_CHECKING:
     from replayssm_cute.cursors import decode_cursors
     from replayssm_cute.dispatch import explain, served
     from replayssm_cute.errors import ArgumentError, RegistryError, ReplayError, UnsupportedError
+    from replayssm_cute.gdn import (
+        fused_recurrent_linear_replayssm_decode,
+        gdn_replayssm_decode,
+        gdn_replayssm_spec_decode,
+    )
+    from replayssm_cute.gdn_cursors import GdnCursors, commit_gdn_replayssm_spec, reset_gdn_replayssm_spec
+    from replayssm_cute.gdn_fold import fold_gdn_replayssm, retire_gdn_replayssm, snapshot_gdn_replayssm
+    from replayssm_cute.gdn_layout import GdnPool, allocate_gdn_pool, gdn_memory, gdn_ring_bytes, gdn_snapshot_bytes
+    from replayssm_cute.gdn_types import GdnGeometry
     from replayssm_cute.layout import (
         Mamba2Pool,
         allocate_mamba2_pool,

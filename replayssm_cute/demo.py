@@ -21,6 +21,8 @@ from replayssm_cute import arch as archs
 from replayssm_cute import dispatch
 from replayssm_cute.cursors import decode_cursors
 from replayssm_cute.errors import ReplayError
+from replayssm_cute.gdn_layout import gdn_memory
+from replayssm_cute.gdn_types import GdnGeometry
 from replayssm_cute.layout import allocate_mamba2_pool, mamba2_ring_bytes, mamba2_step_bytes
 from replayssm_cute.mamba2 import selective_state_update_replayssm_output_only
 from replayssm_cute.reference.mamba2 import recurrent_step
@@ -31,6 +33,9 @@ MODELS = ("nemotron-3-nano-30b-a3b", "nemotron-3-nano-4b", "nemotron-3-super-120
 CYCLES = 3
 BLOCK = 24          # tokens of a prefix-cache block; no multiple of L, so it flushes mid-ring
 NULL_SLOT = 0
+# The memory account of speculative decoding: Qwen3.5-35B-A3B has 30 Gated DeltaNet layers of this geometry.
+GDN_MODEL, GDN_GEOMETRY, GDN_LAYERS = "Qwen3.5-35B-A3B", GdnGeometry(16, 32, 128, 128), 30
+GDN_REQUESTS, GDN_TOKENS, GDN_RING = 48, 4, 16
 
 
 @dataclass
@@ -269,6 +274,13 @@ def show(results: list[DemoResult], device: str) -> None:
         console.print(table)
 
 
+def speculative_memory() -> str:
+    """What a verify window's snapshots take in a Gated DeltaNet model, and the ring that replaces them."""
+    account = gdn_memory(GDN_GEOMETRY, GDN_LAYERS, GDN_REQUESTS, GDN_TOKENS, GDN_RING)
+    return (f"{GDN_MODEL}, {GDN_REQUESTS} requests, T={GDN_TOKENS}: {account.snapshot / 2**30:.2f} GiB of fp32 state "
+            f"snapshots replaced by {account.ring / 2**30:.2f} GiB of rings (L={GDN_RING}, exact fold)")
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
@@ -278,9 +290,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     device = str(archs.of(archs.default_device()))
     if args.json:
-        print(json.dumps({"device": device, "results": [asdict(r) for r in results]}, indent=1))
+        print(json.dumps({"device": device, "results": [asdict(r) for r in results],
+                          "speculative_memory": speculative_memory()}, indent=1))
     else:
         show(results, device)
+        print(speculative_memory())
     return 0
 
 
