@@ -42,6 +42,9 @@ class Backend(Protocol):
 
     def supports(self, problem: Mamba2Problem, arch: Arch) -> Support: ...
 
+    #: Whether its stochastic rounding, where the problem asks for it, is an instruction of the device.
+    def rounds_in_hardware(self, problem: Mamba2Problem, arch: Arch) -> bool: ...
+
     def prepare(self, problem: Mamba2Problem, arch: Arch, batch: int,
                 config: dict[str, Any] | None) -> Callable[..., object]: ...
 
@@ -90,6 +93,14 @@ def _preference(measured: tuple[str, str] | None, arch: Arch) -> list[tuple[str,
         return [("triton", why), ("cute", "second choice"), last]
     return [("triton", "the CuTe kernels are built for 9.0, 10.0 and 10.3"),
             ("cute", "other architecture"), last]
+
+
+def rounding(problem: Mamba2Problem, arch: Arch, backend: str) -> str:
+    """How a backend rounds the stored checkpoint on this device, in words."""
+    if not problem.philox_rounds:
+        return "to nearest"
+    hardware = backend_module(backend).rounds_in_hardware(problem, arch)
+    return "stochastic, in hardware (cvt.rs)" if hardware else "stochastic, in software"
 
 
 @dataclass(frozen=True)
@@ -165,7 +176,8 @@ def explain(problem: Mamba2Problem, batch: int, device: torch.device | str | Non
         else:
             mark = "  "
         config = "" if c.config is None else f", tuned {c.config}"
-        lines.append(f"{mark} {c.backend:6s} {c.why}{config}" if c.support
+        rounded = f", rounding {rounding(problem, arch, c.backend)}" if problem.philox_rounds else ""
+        lines.append(f"{mark} {c.backend:6s} {c.why}{config}{rounded}" if c.support
                      else f"{mark} {c.backend:6s} cannot: {c.support.reason}")
     return "\n".join(lines)
 

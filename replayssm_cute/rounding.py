@@ -59,6 +59,13 @@ def check_state_dtype(dtype: torch.dtype) -> None:
                                f"a {dtype} checkpoint drops no bits; it takes a 16-bit or an 8-bit one")
 
 
+def check_columns(dtype: torch.dtype, dstate: int) -> None:
+    """Raises ArgumentError where rows of ``dstate`` elements do not consist of whole calls of the generator."""
+    columns = elements_per_call(dtype)
+    if dstate % columns:
+        raise ArgumentError("state", f"a multiple of {columns} columns for stochastic rounding", dstate)
+
+
 def seed_state(seed: int, device: torch.device | str, *, step: int = 0, first_head: int = 0,
                total_heads: int = 0) -> Tensor:
     """The generator's state on the device: (8,) int64, the caller's; every launch adds 1 to the step.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from replayssm_cute.errors import ArgumentError
 from replayssm_cute.layout import MAX_BUFFER_LEN, mamba2_ring_shapes
-from replayssm_cute.rounding import LARGEST_CODE, check_rounds, check_state_dtype, elements_per_call
+from replayssm_cute.rounding import LARGEST_CODE, check_columns, check_rounds, check_state_dtype
 from replayssm_cute.types import Mamba2Geometry, Mamba2Problem
 
 STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *LARGEST_CODE)
@@ -145,9 +145,7 @@ def mamba2_problem(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C
 def _seed(value: Tensor | None, state: Tensor, philox_rounds: int) -> None:
     check_state_dtype(state.dtype)
     check_rounds(philox_rounds)
-    columns = elements_per_call(state.dtype)
-    if state.shape[3] % columns:
-        raise ArgumentError("state", f"a multiple of {columns} columns for stochastic rounding", state.shape[3])
+    check_columns(state.dtype, state.shape[3])
     _tensor("rand_seed", value, (8,), (torch.int64,), state.device)
 
 
@@ -156,9 +154,9 @@ def _scale(value: Tensor | None, state: Tensor) -> None:
     kind = str(state.dtype).removeprefix("torch.")
     if state.dtype not in LARGEST_CODE:
         if value is not None:
-            raise ArgumentError("state_scale", f"None beside a {kind} checkpoint", type(value).__name__)
+            raise ArgumentError("state_scale", f"None, the checkpoint being {kind}", type(value).__name__)
     elif value is None:
-        raise ArgumentError("state_scale", f"the scales of a {kind} checkpoint, {tuple(state.shape[:3])} float32", None)
+        raise ArgumentError("state_scale", f"the scales of the {kind} checkpoint, {tuple(state.shape[:3])} float32", None)
     else:
         _dense_inside("state_scale", _tensor("state_scale", value, tuple(state.shape[:3]), (torch.float32,),
                                              state.device))

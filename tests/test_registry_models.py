@@ -64,6 +64,16 @@ def test_every_entry_is_plausible_and_sourced(entry: ModelEntry) -> None:
     assert 16 in entry.validated_buffer_lens
 
 
+def test_which_models_need_stochastic_rounding() -> None:
+    """Those whose fp16 checkpoint is published with it only; fp32 never is."""
+    needing = {entry.name for entry in ENTRIES if entry.needs_stochastic_rounding(torch.float16)}
+    assert needing == {"nemotron-3-super-120b-a12b", "nemotron-3-ultra-550b-a55b", "nemotron-3.5-lightning-30b-a3b"}
+    nano = get("nemotron-3-nano-30b-a3b")  # published with fp16 to nearest, so it does not need it
+    assert torch.float16 in {advice.state_dtype for advice in nano.state_advice}
+    assert not any(entry.needs_stochastic_rounding(torch.float32) for entry in ENTRIES)
+    assert not get("bamba-9b-v1").needs_stochastic_rounding(torch.float16), "no advice is no need"
+
+
 def test_tensor_parallel_sizes_are_computed() -> None:
     assert get("nemotron-3-nano-30b-a3b").tp_sizes == (1, 2, 4, 8)
     # Two groups on four ranks: each rank's heads lie in one group, which vLLM does not do.

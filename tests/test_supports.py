@@ -86,7 +86,6 @@ def test_twins_are_told_apart() -> None:
     ({"speculative_tokens": 1}, "speculative_tokens: "), ({"kv_transfer": True}, "kv_transfer: "),
     ({"prefix_cache_mode": "all"}, "prefix_cache_mode: "),
     ({"stochastic_rounding": True}, "a float32 checkpoint is not rounded"),
-    ({"stochastic_rounding": True, "state_dtype": "float16"}, "not available in this version"),
 ])
 def test_refused_options(options: Json, reason: str) -> None:
     answer = supports_replayssm(NANO, **CPU, **options)
@@ -143,6 +142,8 @@ def test_state_dtype(config: Json, asked: torch.dtype | str | None, resolved: to
     (NANO, {"buffer_len": 24}, "buffer_len 24 works"),
     (NANO, {"state_dtype": "bfloat16"}, "no source advises a bfloat16 checkpoint"),
     (SUPER, {"state_dtype": "float16"}, "stochastic rounding only"),
+    (NANO, {"state_dtype": "int8"}, "int8 checkpoints are an option of this package's own operation"),
+    (NANO, {"state_dtype": torch.float8_e4m3fn, "stochastic_rounding": True}, "no engine offers them"),
     ({**NANO, "hybrid_override_pattern": "MM"}, {}, "the layers or the width are not"),
     (FALCON_34B, {}, "bfloat16 as in vLLM, where SGLang takes float32"),
     (FALCON_34B, {"tp": 4, "state_dtype": "float32"}, "vLLM 0.33 does not split 2 groups over 4 ranks"),
@@ -155,6 +156,7 @@ def test_warnings(config: Json, options: Json, warning: str) -> None:
 @pytest.mark.parametrize(("config", "options"), [
     (NANO, {"state_dtype": "float16"}), (NANO, {"tp": 8}), (NANO, {"prefix_cache_mode": "align"}),
     (NANO, {"prefix_cache_mode": "none"}), (FALCON_34B, {"tp": 2, "state_dtype": "float32"}),
+    (SUPER, {"state_dtype": "float16", "stochastic_rounding": True}),
 ])
 def test_no_warning_without_a_cause(config: Json, options: Json) -> None:
     answer = supports_replayssm(config, **CPU, **options)
@@ -200,6 +202,20 @@ def test_the_slow_backend_on_a_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch)
     assert supports_replayssm(NANO, **CPU).warnings == ()
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_an_8_bit_checkpoint_is_served_and_not_tuned(dtype: str) -> None:
+    answer = supports_replayssm(NANO, state_dtype=dtype, device="NVIDIA_B200")
+    assert answer and answer.state_dtype is getattr(torch, dtype)
+    assert answer.backend.startswith("batch 1, 64, 512: triton")
+    assert answer.rounding == "to nearest" and not answer.tuned and answer.tune_command is None
+
+
+def test_stochastic_rounding_needs_rows_of_whole_calls() -> None:
+    narrow = {**NANO, "ssm_state_size": 12}
+    answer = supports_replayssm(narrow, state_dtype="float16", stochastic_rounding=True, **CPU)
+    assert not answer and "a multiple of 8 columns for stochastic rounding, got 12" in answer.reason
+
+
 def test_backends_that_differ_with_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "candidates", lambda problem, batch, arch: (
         dispatch.Candidate("triton" if batch == 1 else "cute", Support(True), None, "because"),))
@@ -210,7 +226,7 @@ def test_backends_that_differ_with_the_batch(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(("options", "name"), [
     ({"device": "NVIDIA_Z900"}, "device"), ({"device": "cuda:x"}, "device"),
     ({"tp": 0}, "tp"), ({"tp": 1.0}, "tp"), ({"tp": True}, "tp"), ({"speculative_tokens": -1}, "speculative_tokens"),
-    ({"prefix_cache_mode": "some"}, "prefix_cache_mode"), ({"state_dtype": "int8"}, "state_dtype"),
+    ({"prefix_cache_mode": "some"}, "prefix_cache_mode"), ({"state_dtype": "int4"}, "state_dtype"),
     ({"state_dtype": torch.float64}, "state_dtype"),
 ])
 def test_values_of_no_kind_raise(options: Json, name: str) -> None:

@@ -174,9 +174,9 @@ def test_good_8_bit_arguments_pass() -> None:
 
 
 @pytest.mark.parametrize(("change", "expected"), [
-    (lambda a: {"state_scale": None}, "the scales of a int8 checkpoint, (5, 4, 8) float32"),
-    (lambda a: {"state": good()["state"]}, "None beside a float32 checkpoint"),
-    (lambda a: {"state": good()["state"].half()}, "None beside a float16 checkpoint"),
+    (lambda a: {"state_scale": None}, "the scales of the int8 checkpoint, (5, 4, 8) float32"),
+    (lambda a: {"state": good()["state"]}, "None, the checkpoint being float32"),
+    (lambda a: {"state": good()["state"].half()}, "None, the checkpoint being float16"),
     (lambda a: {"state_scale": a["state_scale"][:, :, :4]}, "shape (5, 4, 8)"),
     (lambda a: {"state_scale": a["state_scale"].half()}, "dtype float32"),
     (lambda a: {"state_scale": a["state_scale"].to("meta")}, "device cpu, where state is"),

@@ -39,6 +39,12 @@ def supports(problem: Mamba2Problem, arch: Arch) -> Support:
     return SUPPORTED
 
 
+def rounds_in_hardware(problem: Mamba2Problem, arch: Arch) -> bool:
+    """``cvt.rs`` on 10.0 and 10.3; the other targets have its twin in software."""
+    target = for_capability(arch.capability) if arch.kind == "cuda" else None
+    return target is not None and target.stochastic_cvt
+
+
 def prepare(problem: Mamba2Problem, arch: Arch, batch: int,
             config: dict[str, Any] | None) -> Callable[..., object]:
     from replayssm_cute.kernels.mamba2 import compile_mamba2

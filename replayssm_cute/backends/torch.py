@@ -17,6 +17,10 @@ def supports(problem: Mamba2Problem, arch: Arch) -> Support:
     return SUPPORTED
 
 
+def rounds_in_hardware(problem: Mamba2Problem, arch: Arch) -> bool:
+    return False
+
+
 def prepare(problem: Mamba2Problem, arch: Arch, batch: int,
             config: dict[str, Any] | None) -> Callable[..., object]:
     return functools.partial(replay_step, dt_softplus=problem.dt_softplus, philox_rounds=problem.philox_rounds)

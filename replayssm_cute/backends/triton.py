@@ -48,6 +48,10 @@ def supports(problem: Mamba2Problem, arch: Arch) -> Support:
     return SUPPORTED
 
 
+def rounds_in_hardware(problem: Mamba2Problem, arch: Arch) -> bool:
+    return False
+
+
 def prepare(problem: Mamba2Problem, arch: Arch, batch: int,
             config: dict[str, Any] | None) -> Callable[..., object]:
     from fallback_triton.mamba2 import compile_replay_step

@@ -112,6 +112,11 @@ class ModelEntry:
     notes: str
     evidence: dict[str, Evidence]
 
+    def needs_stochastic_rounding(self, state_dtype: torch.dtype) -> bool:
+        """Whether a checkpoint of this dtype is published with stochastic rounding only."""
+        advised = [advice.stochastic_rounding for advice in self.state_advice if advice.state_dtype == state_dtype]
+        return bool(advised) and all(advised)
+
     @property
     def tp_sizes(self) -> tuple[int, ...]:
         """Those of 1, 2, 4 and 8 ranks that the heads and groups split over."""

@@ -19,9 +19,11 @@ from replayssm_cute.layout import mamba2_ring_shapes
 from replayssm_cute.registry import devices, tuned
 from replayssm_cute.registry.hf_config import ModelConfig, load_config, read_config
 from replayssm_cute.registry.models import DTYPES, ModelEntry, find_by_geometry, splits_in_vllm
+from replayssm_cute.rounding import DEFAULT_ROUNDS, LARGEST_CODE, check_columns
 from replayssm_cute.types import Mamba2Geometry, Mamba2Problem, Support
 
 CACHE_MODES = ("none", "align", "all")
+STATE_DTYPES = {**DTYPES, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 # Batch sizes whose choice of backend is reported: a lone request, a busy and a full server.
 _BATCHES = (1, 64, 512)
 
@@ -39,6 +41,8 @@ class ModelSupport(Support):
         geometry: heads of one layer on one rank.
         state_dtype: dtype of the checkpoint that would be used.
         backend: which backend would serve at which batch, and why.
+        rounding: how that backend rounds the stored checkpoint: ``"to nearest"``, or stochastically in
+            hardware or in software.
         tuned: this very device has measured rows for this geometry, state dtype and ring length.
         tune_command: the call that fills the missing rows; None where they exist, and on a CPU.
         warnings: what to know although it works.
@@ -48,6 +52,7 @@ class ModelSupport(Support):
     geometry: Mamba2Geometry | None = None
     state_dtype: torch.dtype | None = None
     backend: str = ""
+    rounding: str = ""
     tuned: bool = False
     tune_command: str | None = None
     warnings: tuple[str, ...] = ()
@@ -82,7 +87,8 @@ def supports_replayssm(config: object, *, device: torch.device | str | Arch | No
         tp: ranks of tensor parallelism.
         state_dtype: dtype of the checkpoint, a torch dtype or its name. None or ``"auto"`` takes
             what the config asks for; else float32 for Nemotron and the dtype of the activations for
-            the other families, as vLLM does.
+            the other families, as vLLM does. ``"int8"`` and ``"float8_e4m3fn"`` are options of this
+            package's own operation.
         buffer_len: L, rows of the rings.
         stochastic_rounding: of the checkpoint.
         speculative_tokens: draft tokens per step.
@@ -128,9 +134,9 @@ def _arch(device: torch.device | str | Arch | None) -> Arch:
 def _state_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     if value is None or value == "auto":
         return None
-    dtype = DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else value
-    if dtype not in DTYPES.values():
-        raise ArgumentError("state_dtype", f"one of {', '.join(DTYPES)}, auto or None", repr(value))
+    dtype = STATE_DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else value
+    if dtype not in STATE_DTYPES.values():
+        raise ArgumentError("state_dtype", f"one of {', '.join(STATE_DTYPES)}, auto or None", repr(value))
     return dtype
 
 
@@ -163,10 +169,10 @@ def _refuse(options: Options, facts: dict[str, Any]) -> None:
     if options.prefix_cache_mode == "all":
         raise UnsupportedError("prefix_cache_mode", "'all' caches states between flushes, which replay "
                                "never writes; use 'align'")
-    if options.stochastic_rounding and facts["state_dtype"] == torch.float32:
-        raise UnsupportedError("stochastic_rounding", "a float32 checkpoint is not rounded; use float16")
     if options.stochastic_rounding:
-        raise UnsupportedError("stochastic_rounding", "not available in this version")
+        if facts["state_dtype"] == torch.float32:
+            raise UnsupportedError("stochastic_rounding", "a float32 checkpoint is not rounded; use float16")
+        check_columns(facts["state_dtype"], facts["geometry"].dstate)
 
 
 def _entry(model: ModelConfig, options: Options, facts: dict[str, Any]) -> ModelEntry:
@@ -185,7 +191,7 @@ def _entry(model: ModelConfig, options: Options, facts: dict[str, Any]) -> Model
             + facts["tune_command"])
     entry = min(entries, key=misfit)
     facts["model"] = entry.name
-    if facts["state_dtype"] not in entry.validated_state_dtypes:
+    if facts["state_dtype"] not in (*entry.validated_state_dtypes, *LARGEST_CODE):
         raise UnsupportedError(entry.name, f"not validated with a {_name(facts['state_dtype'])} checkpoint")
     return entry
 
@@ -195,16 +201,18 @@ def _choose(model: ModelConfig, entry: ModelEntry, options: Options, arch: Arch,
     """Which backend serves, what is known about its speed here, and what to be warned of."""
     act, g = model.act_dtype or entry.act_dtype, facts["geometry"]
     problem = Mamba2Problem(g, options.buffer_len, facts["state_dtype"], act, act, act, torch.int8,
-                            torch.int32, dt_bias_dtype=act, D_dtype=act)
+                            torch.int32, dt_bias_dtype=act, D_dtype=act,
+                            philox_rounds=DEFAULT_ROUNDS if options.stochastic_rounding else 0)
     choices: dict[tuple[str, str], list[str]] = {}
     for batch in _BATCHES:
         first = next(c for c in dispatch.candidates(problem, batch, arch) if c.support)
         choices.setdefault((first.backend, first.why), []).append(str(batch))
     facts["backend"] = "; ".join(f"batch {', '.join(batches)}: {backend} ({why})"
                                  for (backend, why), batches in choices.items())
+    facts["rounding"] = "; ".join(dict.fromkeys(dispatch.rounding(problem, arch, backend) for backend, _ in choices))
     facts["tuned"] = any(row.measured and row.key[:3] == (g.nheads, g.ngroups, options.buffer_len)
                          for row in tuned.rows_for(dispatch.OP, problem, arch))
-    if not facts["tuned"] and arch.kind != "cpu":
+    if not facts["tuned"] and arch.kind != "cpu" and facts["state_dtype"] not in LARGEST_CODE:
         facts["tune_command"] = _tune_command(f"--model {entry.name} --tp {options.tp}", options, facts)
     slow = arch.kind != "cpu" and any(backend == "torch" for backend, _ in choices)
     facts["warnings"] = (*_warnings(model, entry, options, facts["state_dtype"]),
@@ -232,10 +240,12 @@ def _warnings(model: ModelConfig, entry: ModelEntry, options: Options,
     if options.state_dtype is None and model.state_dtype is None and model.model_type != "nemotron_h":
         found.append(f"the config names no state dtype: {_name(state_dtype)} as in vLLM, where SGLang "
                      "takes float32")
-    advised = [a for a in entry.state_advice if a.state_dtype == state_dtype]
-    if entry.state_advice and not advised:
+    if state_dtype in LARGEST_CODE:
+        found.append(f"{_name(state_dtype)} checkpoints are an option of this package's own operation: no engine "
+                     "offers them and no model was evaluated with them; docs/accuracy.md says what they cost")
+    elif entry.state_advice and all(advice.state_dtype != state_dtype for advice in entry.state_advice):
         found.append(f"no source advises a {_name(state_dtype)} checkpoint for {entry.name}")
-    elif advised and all(a.stochastic_rounding for a in advised):
+    elif entry.needs_stochastic_rounding(state_dtype) and not options.stochastic_rounding:
         found.append(f"a {_name(state_dtype)} checkpoint of {entry.name} is advised with stochastic "
                      "rounding only")
     if not splits_in_vllm(model.geometry, options.tp):
