@@ -139,7 +139,7 @@ def mamba2_problem(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C
         None if dt_bias is None else dt_bias.dtype, None if D is None else D.dtype,
         D is None or headdim == 1 or D.stride(1) == 0, z is not None, bool(dt_softplus),
         philox_rounds, _alignment([state], 32), _alignment([x, B, C, out, rings[0], rings[2], *optional], 16),
-        _alignment([rings[1]], 16))
+        _alignment([rings[1]] if state_scale is None else [rings[1], state_scale], 16))
 
 
 def _seed(value: Tensor | None, state: Tensor, philox_rounds: int) -> None:
@@ -156,7 +156,8 @@ def _scale(value: Tensor | None, state: Tensor) -> None:
         if value is not None:
             raise ArgumentError("state_scale", f"None, the checkpoint being {kind}", type(value).__name__)
     elif value is None:
-        raise ArgumentError("state_scale", f"the scales of the {kind} checkpoint, {tuple(state.shape[:3])} float32", None)
+        shape = tuple(state.shape[:3])
+        raise ArgumentError("state_scale", f"the scales of the {kind} checkpoint, {shape} float32", None)
     else:
         _dense_inside("state_scale", _tensor("state_scale", value, tuple(state.shape[:3]), (torch.float32,),
                                              state.device))
