@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Spec:
     Attributes:
         shape: H, P, N, G.
         rounds: of the random generator; 0 rounds to nearest.
+        tile_p, stages: of the bulk design, instead of the heuristic's.
         case: further arguments of ``tests.cases.make_case``.
     """
 
@@ -45,6 +46,8 @@ class Spec:
     act: torch.dtype = bf16
     buffer_len: int = 16
     rounds: int = 0
+    tile_p: int = 0
+    stages: int = 0
     case: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def problem(self) -> Mamba2Problem:
@@ -66,6 +69,8 @@ BULK = {
     "f16-sr": Spec(NANO, f16, rounds=5), "bf16-sr": Spec(NANO, bf16, rounds=10),
     "p80-f32": Spec(SUPER, f32), "p80-f16-sr": Spec(SUPER, f16, rounds=5), "p80-bf16": Spec(SUPER, bf16, case=FULL),
     "n256-f32": Spec(WIDE, f32, case=BARE), "n256-f16": Spec(WIDE, f16, case=FULL),
+    "f16-tile16": Spec(NANO, f16, tile_p=16, stages=1),
+    "bf16-sr-tile32": Spec(NANO, bf16, rounds=10, tile_p=32, stages=4),
     "l36-f16": Spec(NANO, f16, buffer_len=36), "l4-bf16": Spec(NANO, bf16, buffer_len=4, case=BARE)}
 #: For the register design.
 REGISTER = {
@@ -79,10 +84,13 @@ def spec_of(name: str) -> Spec:
 
 
 def config_of(name: str, target: str) -> Mamba2Config:
-    """The heuristic's first valid choice of the design that the name begins with."""
-    problem, device = spec_of(name).problem(), TARGETS[target]
-    return next(c for c in ranked(problem, 512, device)
-                if c.design == name.partition("-")[0] and validate(problem, c, device))
+    """The heuristic's first valid choice of the design that the name begins with, as the spec changes it."""
+    spec, device = spec_of(name), TARGETS[target]
+    config = next(c for c in ranked(spec.problem(), 512, device)
+                  if c.design == name.partition("-")[0] and validate(spec.problem(), c, device))
+    if spec.tile_p:
+        config = replace(config, tile_p=spec.tile_p, threads=2 * spec.tile_p, stages=spec.stages, min_ctas=1)
+    return config
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from tests.ptx.memory import GlobalMemory
 ORDER = ("state", "x", "dt", "A", "B", "C", "D", "dt_bias", "z", "x_cache", "dt_cache", "B_cache", "write_pos",
          "is_flush", "state_batch_indices", "null_block_id", "out")
 ROWS = ("x", "B", "C", "z", "out")
-FIRST_ADDRESS, SPACING = 0x7E0000000000, 1 << 38
+FIRST_ADDRESS, SPACING = 1 << 50, 1 << 45
 
 
 @dataclass

@@ -5,8 +5,9 @@ element a thread. Threads part at branches and meet where they stand at the same
 block goes first, so that they meet where the compiler meant them to. A block that holds an instruction
 of a whole warp waits for the whole warp.
 
-With a seed, a random half of the warps moves only when no other can, blocks are taken in random order, and
-bulk copies land at random times: a result that depends on any of it shows a missing wait.
+With a seed, a random half of the warps moves only when no other can (the same warps of every CTA with an even
+seed, any with an odd one), blocks are taken in random order, and bulk copies land at random times: a result
+that depends on any of it shows a missing wait.
 """
 
 from __future__ import annotations
@@ -78,9 +79,7 @@ class Machine:
             raise BarrierError(f"{self.threads} threads are no whole warps")
         self.total = self.threads * self.ctas
         self.random = None if seed is None else np.random.default_rng(seed)
-        eager = np.ones(self.total // 32, bool) if self.random is None else \
-            self.random.random(self.total // 32) < EAGER
-        self._eager = np.repeat(eager, 32)
+        self._eager = np.repeat(self._choose_eager(seed), 32)
         self.shared = SharedMemory(self.ctas, shared_bytes)
         self.races = Races(self.ctas, self.threads, shared_bytes) if races and shared_bytes else None
         self.barriers, self.copies = Barriers(self, shared_bytes), Copies(self)
@@ -90,6 +89,15 @@ class Machine:
         self._registers: dict[str, Array] = {}
         self._defined: dict[str, NDArray[np.bool_]] = {}
         self._owned: set[str] = set()                             # arrays that no other register shares
+
+    def _choose_eager(self, seed: int | None) -> NDArray[np.bool_]:
+        """For each warp, whether it moves before the others."""
+        warps = self.threads // 32
+        if self.random is None or seed is None:
+            return np.ones(warps * self.ctas, bool)
+        if seed % 2:
+            return self.random.random(warps * self.ctas) < EAGER
+        return np.tile(self.random.random(warps) < EAGER, self.ctas)
 
     def run(self) -> None:
         """Execute to the end.
