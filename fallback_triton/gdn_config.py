@@ -10,6 +10,8 @@ from replayssm_cute.errors import ArgumentError
 from replayssm_cute.gdn_types import GdnFoldProblem, GdnGeometry, GdnProblem
 from replayssm_cute.types import SUPPORTED, Support
 
+ELEMENTS_PER_CALL = 8  # neighbours of a 2-byte pool that one call of the random generator serves
+
 
 @dataclass(frozen=True)
 class GdnTritonConfig:
@@ -65,6 +67,8 @@ def validate(problem: GdnProblem | GdnFoldProblem, config: GdnTritonConfig, warp
         return Support(False, f"{c.num_warps} warps of {warp_size} exceed 512 threads")
     if max(c.state_k, c.ring_k) > next_power_of_two(g.head_k_dim):
         return Support(False, f"a tile is wider than K={g.head_k_dim}")
+    if getattr(problem, "philox_rounds", 0) and c.state_k < ELEMENTS_PER_CALL:
+        return Support(False, f"state_k={c.state_k} splits a call of the random generator")
     if state_per_thread(g, c, warp_size) > MAX_STATE_PER_THREAD:
         return Support(False, f"a thread would hold more than {MAX_STATE_PER_THREAD} state elements")
     if not 0 <= c.max_registers <= MAX_REGISTERS or (c.max_registers and warp_size != 32):

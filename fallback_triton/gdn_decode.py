@@ -27,29 +27,35 @@ from fallback_triton.gdn_device import (
 )
 from fallback_triton.launch import compile_kernel, compile_options, kernel
 from fallback_triton.mamba2_config import next_power_of_two
+from fallback_triton.rounding import arrive, leave, load_dice, random_bits, round_stochastic
 from replayssm_cute.gdn_types import GdnProblem
 
 
 @triton.jit
-def fold_and_store(state, S, d_cache, k_cache, g_cache, v, w, decay, g, d, k_now, k_norm, K: tl.constexpr,
-                   V: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr):
+def fold_and_store(state, S, d_cache, k_cache, g_cache, v, w, decay, g, d, k_now, k_norm, dice, slot, K: tl.constexpr,
+                   V: tl.constexpr, L: tl.constexpr, STEP: tl.constexpr, PHILOX_ROUNDS: tl.constexpr):
     """Store ring and token folded into the checkpoint, a tile of columns after the other; ``decay`` is exp of all g."""
     for i in tl.static_range(len(S)):
         k = i * STEP + tl.arange(0, STEP)
         tile = S[i].to(tl.float32) * decay + d[:, None] * (k_now[i].to(tl.float32) * k_norm)[None, :]
         tile = add_records(tile, d_cache, k_cache, g_cache, v, k, w, 0, g, K, V, L)
-        store_tile(state, tile, v, v < V, k, K, K)
+        if PHILOX_ROUNDS > 0:
+            bits = random_bits(dice, slot, v, i * STEP, V, K, STEP, PHILOX_ROUNDS)
+            rounded = round_stochastic(tile, bits, state.dtype.element_ty)
+        else:
+            rounded = tile.to(state.dtype.element_ty)
+        store_tile(state, rounded, v, v < V, k, K, K)
 
 
 @kernel
 def decode_kernel(
     state_ptr, q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, d_cache_ptr, k_cache_ptr, g_cache_ptr,
-    write_pos_ptr, force_ptr, indices_ptr, out_ptr, null_block_id: tl.int64, state_slot: tl.int64, q_row: tl.int64,
-    k_row: tl.int64, v_row: tl.int64, a_row: tl.int64, b_row: tl.int64, d_cache_slot: tl.int64, k_cache_slot: tl.int64,
-    g_cache_slot: tl.int64, out_row: tl.int64,
+    write_pos_ptr, force_ptr, indices_ptr, out_ptr, seed_ptr, null_block_id: tl.int64, state_slot: tl.int64,
+    q_row: tl.int64, k_row: tl.int64, v_row: tl.int64, a_row: tl.int64, b_row: tl.int64, d_cache_slot: tl.int64,
+    k_cache_slot: tl.int64, g_cache_slot: tl.int64, out_row: tl.int64,
     HV: tl.constexpr, RATIO: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, SCALE: tl.constexpr,
     L2NORM: tl.constexpr, STATE_ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_L: tl.constexpr, STATE_K: tl.constexpr, RING_K: tl.constexpr,
+    BLOCK_L: tl.constexpr, STATE_K: tl.constexpr, RING_K: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
 ):
     """One decode step; program = (batch row, value head, tile of V). Shapes as in ``replayssm_cute.gdn``."""
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -74,8 +80,13 @@ def decode_kernel(
     q_state, k_state = load_vector(q_at, K, STATE_K), load_vector(k_at, K, STATE_K)
     v_now = tl.load(v_ptr + row * v_row + head * V + v, mask=inside, other=0.0).to(tl.float32)
     out = out_ptr + row * out_row + head * V + v
+    dice = ()
+    if PHILOX_ROUNDS > 0:
+        dice = load_dice(seed_ptr, head, HV)
     tl.debug_barrier()
     if (slot == null_block_id) | (slot < 0):
+        if PHILOX_ROUNDS > 0:
+            leave(seed_ptr, arrive(seed_ptr))
         tl.store(out, tl.zeros((BLOCK_V,), out_ptr.dtype.element_ty), mask=inside)
         return
 
@@ -90,6 +101,8 @@ def decode_kernel(
     S = load_tiles(state, v, inside, K, K, STATE_K)
     tl.debug_barrier()
 
+    if PHILOX_ROUNDS > 0:
+        arrived = arrive(seed_ptr)  # while the loads are under way
     g, beta = gates(a, b, A_log, dt_bias)
     step = tl.exp(g)
     q_norm, k_norm = inverse_norm(dot(q_ring, q_ring), L2NORM) * SCALE, inverse_norm(dot(k_ring, k_ring), L2NORM)
@@ -101,13 +114,16 @@ def decode_kernel(
     o = before_q * (step * q_norm) + d * (dot(q_ring, k_ring) * q_norm * k_norm)
     tl.store(out, o.to(out_ptr.dtype.element_ty), mask=inside)
     if flush:
-        fold_and_store(state, S, d_cache, k_cache, g_cache, v, w, decay * step, g, d, k_state, k_norm, K, V, L, STATE_K)
+        fold_and_store(state, S, d_cache, k_cache, g_cache, v, w, decay * step, g, d, k_state, k_norm, dice, slot, K, V,
+                       L, STATE_K, PHILOX_ROUNDS)
     else:
         tl.store(d_cache + w * V + v, d.to(d_cache_ptr.dtype.element_ty), mask=inside)
         if tile == 0:
             tl.store(g_cache + w, g)
             if head % RATIO == 0:
                 store_vector(k_cache + w * K, scaled(k_ring, k_norm), K, RING_K)
+    if PHILOX_ROUNDS > 0:
+        leave(seed_ptr, arrived)
 
 
 def decode_arguments(problem: GdnProblem) -> list[torch.dtype | int | None]:
@@ -115,7 +131,7 @@ def decode_arguments(problem: GdnProblem) -> list[torch.dtype | int | None]:
     p, act, ring = problem, problem.act_dtype, problem.ring_dtype
     integers = 11  # null_block_id and the strides
     return [p.state_dtype, act, act, act, *p.gate_dtypes, ring, ring, torch.float32, torch.int32, p.flag_dtype,
-            p.index_dtype, act, *[0] * integers]
+            p.index_dtype, act, torch.int64 if p.philox_rounds else None, *[0] * integers]
 
 
 def decode_constants(problem: GdnProblem, config: GdnTritonConfig) -> dict[str, int | float | bool]:
@@ -124,7 +140,7 @@ def decode_constants(problem: GdnProblem, config: GdnTritonConfig) -> dict[str, 
     return {"HV": g.num_v_heads, "RATIO": g.ratio, "K": g.head_k_dim, "V": g.head_v_dim, "L": problem.buffer_len,
             "SCALE": problem.scale, "L2NORM": problem.l2norm, "STATE_ALIGN": problem.state_align,
             "ROW_ALIGN": problem.row_align, "BLOCK_V": config.block_v, "BLOCK_L": next_power_of_two(problem.buffer_len),
-            "STATE_K": config.state_k, "RING_K": config.ring_k}
+            "STATE_K": config.state_k, "RING_K": config.ring_k, "PHILOX_ROUNDS": problem.philox_rounds}
 
 
 def compile_decode(problem: GdnProblem, config: GdnTritonConfig) -> Callable[..., Tensor]:
@@ -138,9 +154,9 @@ def compile_decode(problem: GdnProblem, config: GdnTritonConfig) -> Callable[...
 
     def decode(state: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor,
                d_cache: Tensor, k_cache: Tensor, g_cache: Tensor, write_pos: Tensor, force_flush: Tensor | None,
-               ssm_state_indices: Tensor, null_block_id: int, out: Tensor) -> Tensor:
+               ssm_state_indices: Tensor, null_block_id: int, out: Tensor, rand_seed: Tensor | None = None) -> Tensor:
         launch(v.shape[0] * programs, state, q, k, v, a, b, A_log, dt_bias, d_cache, k_cache, g_cache, write_pos,
-               force_flush, ssm_state_indices, out, null_block_id, state.stride(0), q.stride(0), k.stride(0),
+               force_flush, ssm_state_indices, out, rand_seed, null_block_id, state.stride(0), q.stride(0), k.stride(0),
                v.stride(0), a.stride(0), b.stride(0), d_cache.stride(0), k_cache.stride(0), g_cache.stride(0),
                out.stride(0))
         return out

@@ -18,13 +18,15 @@ from torch import Tensor
 from replayssm_cute import gdn_dispatch
 from replayssm_cute.errors import ArgumentError, UnsupportedError
 from replayssm_cute.gdn_validate import decode_problem, verify_problem
+from replayssm_cute.rounding import check_rounds, default_seed_state
 
 
 def gdn_replayssm_decode(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, initial_state: Tensor,
     d_cache: Tensor, k_cache: Tensor, g_cache: Tensor, out: Tensor, ssm_state_indices: Tensor, write_pos: Tensor,
     force_flush: Tensor | None = None, scale: float | None = None, use_qk_l2norm_in_kernel: bool = True,
-    null_block_id: int = -1, *, backend: str | None = None,
+    null_block_id: int = -1, *, enable_stochastic_rounding: bool = False, cache_philox_rounds: int = 0,
+    rand_seed: Tensor | None = None, backend: str | None = None,
 ) -> Tensor:
     """One decode token per batch row.
 
@@ -49,6 +51,10 @@ def gdn_replayssm_decode(
         force_flush: (>= batch,) int32, int8 or bool; optional.
         scale: of q; None means K^-0.5.
         use_qk_l2norm_in_kernel: normalise q and k; else they come normalised.
+        enable_stochastic_rounding: round the stored checkpoint stochastically (``rounding``); fp16 and bf16 only.
+        cache_philox_rounds: rounds of its random generator, 1 to 16; 0 means 10.
+        rand_seed: (8,) int64 of ``rounding.seed_state``. Caller's; every launch, also of a captured graph, advances
+            its step. None takes a state of this package, one a device.
         backend: ``"triton"`` or ``"torch"`` to insist on one; None chooses.
 
     Returns:
@@ -56,16 +62,20 @@ def gdn_replayssm_decode(
 
     Raises:
         ArgumentError: an argument breaks the contract; nothing was changed.
-        UnsupportedError: the named backend cannot serve this problem, or none can.
+        UnsupportedError: the named backend cannot serve this problem, or none can; or an fp32 checkpoint is to be
+            rounded stochastically.
     """
-    args = (initial_state, q, k, v, a, b, A_log, dt_bias, d_cache, k_cache, g_cache, write_pos, force_flush,
-            ssm_state_indices, null_block_id, out)
     if isinstance(v, Tensor) and v.dim() == 3 and v.shape[0] == 0:
         return out
     _check_tensor("initial_state", initial_state)
-    factor = _scale(scale, initial_state)
-    gdn_dispatch.serve(args, ("gdn_decode", use_qk_l2norm_in_kernel, factor),
-                       lambda: decode_problem(*args, scale=factor, l2norm=use_qk_l2norm_in_kernel),
+    rounds = check_rounds(cache_philox_rounds) if enable_stochastic_rounding else 0
+    if rounds and rand_seed is None:
+        rand_seed = default_seed_state(initial_state.device)
+    args = (initial_state, q, k, v, a, b, A_log, dt_bias, d_cache, k_cache, g_cache, write_pos, force_flush,
+            ssm_state_indices, null_block_id, out, rand_seed if rounds else None)
+    factor, l2norm = _scale(scale, initial_state), use_qk_l2norm_in_kernel
+    gdn_dispatch.serve(args, ("gdn_decode", l2norm, factor, rounds),
+                       lambda: decode_problem(*args, scale=factor, l2norm=l2norm, philox_rounds=rounds),
                        initial_state.device, backend)
     return out
 

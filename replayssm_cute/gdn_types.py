@@ -75,6 +75,7 @@ class GdnProblem:
         exact_fold: the ring keeps the raw inputs, and a flush replays them.
         launch_mode: which rows of a verify step take part: "both", "verify" or "flush".
         l2norm: q and k are divided by their 2-norms.
+        philox_rounds: rounds of the generator that rounds the stored checkpoint; 0 rounds to nearest.
         state_align: greatest power of two, at most 16, that divides the byte address of every row of the pool.
         row_align: the same over the rows of the activations and of the rings that hold vectors.
     """
@@ -92,6 +93,7 @@ class GdnProblem:
     exact_fold: bool = False
     launch_mode: str = "both"
     l2norm: bool = True
+    philox_rounds: int = 0
     state_align: int = 16
     row_align: int = 16
 

@@ -14,8 +14,9 @@ from replayssm_cute.dispatch import warn_once
 from replayssm_cute.errors import ArgumentError, UnsupportedError
 from replayssm_cute.gdn_layout import FP32_RINGS, RAW_NAMES, RING_NAMES, check_buffer_len, check_tokens, gdn_ring_shapes
 from replayssm_cute.gdn_types import GdnFoldProblem, GdnGeometry, GdnProblem
-from replayssm_cute.validate import FLOAT_DTYPES, STATE_DTYPES, _alignment, _dense_inside, _row_vector, _tensor
+from replayssm_cute.validate import FLOAT_DTYPES, _alignment, _dense_inside, _row_vector, _seed, _tensor
 
+STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 FLAG_DTYPES = (torch.int32, torch.int8, torch.bool)
 LAUNCH_MODES = ("both", "verify", "flush")
@@ -81,8 +82,8 @@ def _null(null_block_id: object) -> None:
 
 def decode_problem(state: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor,
                    d_cache: Tensor, k_cache: Tensor, g_cache: Tensor, write_pos: Tensor, force_flush: Tensor | None,
-                   ssm_state_indices: Tensor, null_block_id: int, out: Tensor, *, scale: float,
-                   l2norm: bool) -> GdnProblem:
+                   ssm_state_indices: Tensor, null_block_id: int, out: Tensor, rand_seed: Tensor | None = None, *,
+                   scale: float, l2norm: bool, philox_rounds: int = 0) -> GdnProblem:
     """The problem that the arguments of a standard decode step pose. Shapes: ``replayssm_cute.gdn``.
 
     Raises:
@@ -101,10 +102,13 @@ def decode_problem(state: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b:
         _row_vector("force_flush", force_flush, batch, FLAG_DTYPES, device)
     indices = _row_vector("ssm_state_indices", ssm_state_indices, batch, INDEX_DTYPES, device)
     _null(null_block_id)
+    if philox_rounds:
+        _seed(rand_seed, state, philox_rounds)
     return GdnProblem(
         geometry, buffer_len, state.dtype, v.dtype, d_cache.dtype, (a.dtype, b.dtype, A_log.dtype, dt_bias.dtype),
         indices.dtype, None if force_flush is None else force_flush.dtype, scale, l2norm=bool(l2norm),
-        state_align=_alignment([state], 16), row_align=_alignment([q, k, v, out, *rings[:2]], 16))
+        philox_rounds=philox_rounds, state_align=_alignment([state], 16),
+        row_align=_alignment([q, k, v, out, *rings[:2]], 16))
 
 
 def verify_problem(state: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor,
@@ -140,7 +144,7 @@ def verify_problem(state: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b:
     return GdnProblem(
         geometry, max_cache_len, state.dtype, v.dtype, checked[0].dtype,
         (a.dtype, b.dtype, A_log.dtype, dt_bias.dtype), indices.dtype, flag_dtype, scale, max_spec_len, exact,
-        launch_mode, bool(l2norm), _alignment([state], 16), _alignment(rows, 16))
+        launch_mode, bool(l2norm), 0, _alignment([state], 16), _alignment(rows, 16))
 
 
 def _cursors(write_pos: Tensor, cache_base: Tensor, is_flush: Tensor | None, rows: int,

@@ -45,6 +45,7 @@ def problems(target: str) -> list[tuple[str, GdnProblem | GdnFoldProblem]]:
     if target != "sm_90":
         return some
     return [*some, ("decode float32", make_problem((16, 32), F32)),
+            ("decode float16, stochastic", make_problem((16, 32), F16, philox_rounds=5)),
             ("decode float32 rings", make_problem((16, 48), F32, ring_dtype=F32)),
             ("decode L64", make_problem((16, 64), F32, L=64)), ("decode K256", make_problem((4, 4), F32, 256, 256)),
             ("verify T4 float32", make_verify((16, 48), F32, 4)),

@@ -22,6 +22,7 @@ from replayssm_cute.gdn_fold import fold_gdn_replayssm, retire_gdn_replayssm, sn
 from replayssm_cute.gdn_layout import allocate_gdn_pool, gdn_memory, gdn_ring_bytes, gdn_snapshot_bytes, gdn_state_bytes
 from replayssm_cute.gdn_types import GdnGeometry
 from replayssm_cute.gdn_validate import check_serving
+from replayssm_cute.rounding import seed_state
 from tests.cases import bits
 from tests.gdn_cases import RINGS, Case, check, check_step, make_case
 from tests.gdn_chain import NULL, Chain, Shape, acceptance
@@ -103,6 +104,26 @@ def test_errors_name_the_argument_and_change_nothing(spec: bool, name: str) -> N
         (gdn_replayssm_spec_decode if spec else gdn_replayssm_decode)(**options)
     assert caught.value.name == name, caught.value
     assert all(torch.equal(bits(t), bits(before.buffers[n])) for n, t in case.buffers.items())
+
+
+def test_stochastic_rounding_of_the_checkpoint() -> None:
+    """Unbiased over seeds, counted on the device, and refused for fp32."""
+    case = make_case(state=BF16, batch=2, cursors=[(1, 0, True), (2, 0, True)], K=24)
+    options = decode_options(case)
+    seed, total = seed_state(7, "cpu"), torch.zeros(case["state"].shape, dtype=torch.float64)
+    wide = make_case(state=F32, batch=2, cursors=[(1, 0, True), (2, 0, True)], K=24)
+    wide["state"].copy_(case["state"])
+    gdn_replayssm_decode(**decode_options(wide))
+    for _ in range(200):
+        pool = case["state"].clone()
+        gdn_replayssm_decode(**{**options, "initial_state": pool}, enable_stochastic_rounding=True,
+                             cache_philox_rounds=5, rand_seed=seed)
+        total += pool.double()
+    assert seed[1] == 200
+    error = (total / 200 - wide["state"].double())[case.slots] / wide["state"].double()[case.slots].abs()
+    assert abs(float(error.mean())) < 2e-4, "the mean over seeds is the fp32 value"
+    with pytest.raises(UnsupportedError, match="drops no bits"):
+        gdn_replayssm_decode(**decode_options(wide), enable_stochastic_rounding=True)
 
 
 def test_ring_lengths_of_verify() -> None:

@@ -8,6 +8,7 @@ cases for a GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from replayssm_cute.arch import CPU, Arch
 from replayssm_cute.backends import gdn_triton as backend
 from replayssm_cute.errors import ArgumentError
 from replayssm_cute.gdn_types import GdnGeometry, GdnProblem
-from replayssm_cute.reference import gdn_spec
+from replayssm_cute.reference import gdn, gdn_spec
+from replayssm_cute.rounding import seed_state
 from tests.cases import bits
 from tests.gdn_cases import Case, check_step, make_case, problem_of
 from tests.gdn_chain import NULL, Chain, Shape, acceptance, reference_reset
@@ -54,6 +56,40 @@ def check_kernel(case: Case, config: GdnTritonConfig | None = None) -> float:
     (F32, BF16, BF16), (F16, F16, F16), (BF16, F32, F32), (F32, BF16, F32), (BF16, BF16, F16)])
 def test_dtypes(spec: bool, state: torch.dtype, act: torch.dtype, ring: torch.dtype) -> None:
     check_kernel(make_case(spec=spec, state=state, act=act, ring=ring, ratio=1, batch=3))
+
+
+def exact_case(state: torch.dtype, **options: Any) -> Case:
+    """Decode whose fp32 arithmetic is exact in any order, so that folded states are the same in every bit.
+
+    No decay (a so low that every exponential is 1), beta = 1, inputs of four bits; the sums need more bits than a
+    narrow state has, and fewer than fp32's.
+    """
+    case = make_case(state=state, act=F32, ratio=1, l2norm=False, raw_gates=(-120.0,), **options)
+    gen = torch.Generator().manual_seed(2)
+    for name in ("q", "k", "v", "d_cache", "k_cache", "state"):
+        buffer, old = case.buffers[name], case.buffers[name].float()
+        values = torch.randint(-7, 8, old.shape, generator=gen) * 2.0 ** torch.randint(-3, 3, old.shape, generator=gen)
+        buffer.copy_(torch.where(old.isnan(), old, values))
+    case["b"].fill_(200.0)
+    case.buffers["g_cache"].copy_(torch.where(case.buffers["g_cache"].isnan(), case.buffers["g_cache"], -0.0))
+    return case
+
+
+@pytest.mark.parametrize("state", [F16, BF16])
+@pytest.mark.parametrize("options", [{}, {"K": 24, "V": 20, "padded": (1,)}, {"padded": (0, 1, 2)}], ids=str)
+def test_stochastic_rounding_is_that_of_the_specification(state: torch.dtype, options: dict[str, Any]) -> None:
+    case = exact_case(state, cursors=[(3, 0, True), (1, 0, False), (2, 0, True)], **options)
+    seed = seed_state(0x123456789ABCDEF, "cpu", step=9, first_head=1, total_heads=5)
+    ours, theirs, nearest, other = case.clone(), case.clone(), case.clone(), seed.clone()
+    problem = replace(problem_of(case), philox_rounds=5)
+    gdn_decode.compile_decode(problem, default_config(problem))(*ours.op_args(), seed)
+    gdn.replay_decode(*theirs.op_args(), other, scale=case.scale, l2norm=False, philox_rounds=5)
+    run(nearest)
+    assert torch.equal(seed, other) and seed.tolist()[1:3] == [10, 0], "the step has been counted once"
+    assert torch.equal(bits(ours.buffers["state"]), bits(theirs.buffers["state"]))
+    assert torch.equal(bits(ours["out"]), bits(nearest["out"])), "the output is not rounded"
+    if case.live:
+        assert not torch.equal(bits(ours.buffers["state"]), bits(nearest.buffers["state"]))
 
 
 @pytest.mark.parametrize("spec", [False, True], ids=["decode", "verify"])

@@ -27,7 +27,8 @@ def prepare(problem: Problem, arch: Arch) -> Callable[..., object]:
 
 def _decode(problem: GdnProblem) -> Callable[..., object]:
     def decode(*args: Any) -> object:
-        return gdn.replay_decode(*args, scale=problem.scale, l2norm=problem.l2norm)
+        return gdn.replay_decode(*args, scale=problem.scale, l2norm=problem.l2norm,
+                                 philox_rounds=problem.philox_rounds)
     return decode
 
 

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from replayssm_cute.reference import mamba2
+
 SOFTPLUS_THRESHOLD = 20.0
 NORM_EPSILON = 1e-6
 
@@ -147,12 +149,14 @@ def replay_decode_naive(state: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tenso
 
 def replay_decode(state: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor,
                   dt_bias: Tensor, d_cache: Tensor, k_cache: Tensor, g_cache: Tensor, write_pos: Tensor,
-                  force_flush: Tensor | None, ssm_state_indices: Tensor, null_block_id: int, out: Tensor, *,
-                  scale: float, l2norm: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
+                  force_flush: Tensor | None, ssm_state_indices: Tensor, null_block_id: int, out: Tensor,
+                  rand_seed: Tensor | None = None, *, scale: float, l2norm: bool = True, philox_rounds: int = 0,
+                  dtype: torch.dtype = torch.float32) -> Tensor:
     """One token per row by replay, vectorised. Shapes and rules: ``replayssm_cute.gdn``.
 
-    ``state``, the rings and ``out`` are changed in place; ``dtype`` is that of the arithmetic. It allocates and
-    copies the named states, so it is for machines without a GPU and for tests.
+    ``state``, the rings, ``out`` and ``rand_seed`` are changed in place; ``dtype`` is that of the arithmetic. With
+    ``philox_rounds`` the checkpoint is rounded stochastically; see ``rounding``. It allocates and copies the named
+    states, so it is for machines without a GPU and for tests.
     """
     batch, ratio, L = v.shape[0], v.shape[1] // k.shape[1], d_cache.shape[2]
     rows = live_rows(ssm_state_indices, batch, null_block_id)
@@ -177,11 +181,13 @@ def replay_decode(state: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: 
     if flush.any():
         folded = materialise(checkpoint[flush], d_old[flush], k_old[flush].repeat_interleave(ratio, 1), g_old[flush])
         folded = step[flush][..., None] * folded + d[flush][..., None] * k_row[flush][..., None, :]
-        state[slots[flush]] = folded.to(state.dtype)
+        mamba2.store(folded, slots[flush], torch.arange(state.shape[1], device=state.device), state, None, rand_seed,
+                     philox_rounds)
     s, p = slots[~flush], w[~flush]
     d_cache[s, :, p] = d[~flush].to(d_cache.dtype)
     g_cache[s, :, p] = g[~flush].to(g_cache.dtype)
     k_cache[s, :, p] = k_row[~flush][:, ::ratio].to(k_cache.dtype)
+    mamba2.advance(rand_seed)
     return out
 
 
