@@ -67,8 +67,8 @@ def fold_arguments(problem: GdnFoldProblem) -> list[torch.dtype | int | None]:
     p, f32, i32 = problem, torch.float32, torch.int32
     raw = [p.raw_dtype, p.raw_dtype, None if p.raw_dtype is None else f32]
     integers = 16  # batch, null_block_id and the strides
-    return [p.state_dtype, p.ring_dtype, p.ring_dtype, f32, *raw, p.index_dtype, p.index_dtype, p.index_dtype, i32, i32,
-            p.flag_dtype, i32 if p.has_counts else None, *[0] * integers]
+    return [p.state_dtype, p.ring_dtype, p.ring_dtype, f32, *raw, *p.index_dtypes, i32, i32, p.flag_dtype,
+            i32 if p.has_counts else None, *[0] * integers]
 
 
 def fold_constants(problem: GdnFoldProblem, config: GdnTritonConfig) -> dict[str, int | bool]:

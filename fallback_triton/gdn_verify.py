@@ -185,7 +185,7 @@ def verify_arguments(problem: GdnProblem) -> list[torch.dtype | int | None]:
     raw = [act, act, torch.float32] if p.exact_fold else [None] * 3
     integers = 14  # null_block_id and the strides
     return [p.state_dtype, act, act, act, *p.gate_dtypes, ring, ring, torch.float32, *raw, act, torch.int32,
-            p.index_dtype, p.index_dtype, torch.int32, torch.int32, p.flag_dtype, *[0] * integers]
+            p.index_dtype, p.key_dtype, torch.int32, torch.int32, p.flag_dtype, *[0] * integers]
 
 
 def verify_constants(problem: GdnProblem, config: GdnTritonConfig) -> dict[str, int | float | bool | str]:

@@ -147,8 +147,8 @@ def gdn_replayssm_spec_decode(
         out: (tokens, HV, V) in the dtype of ``q``. Caller's; written.
         query_start_loc: (batch + 1,) int32, first token of each row; a row has 0 to T tokens.
         ssm_state_indices: (>= batch,) int32 or int64, slot of each row's checkpoint.
-        replay_indices: same, row's ring and cursors. A row either of whose indices is ``null_block_id`` or negative
-            is padding: its ``out`` becomes zero, nothing else changes.
+        replay_indices: (>= batch,) int32 or int64, each row's ring and cursors. A row either of whose indices is
+            ``null_block_id`` or negative is padding: its ``out`` becomes zero, nothing else changes.
         write_pos, cache_base: (>= rings,) int32, ``write_pos`` + T <= L.
         is_flush: (>= rings,) int8 or bool.
         max_cache_len: L, a power of two, at least 2 T.

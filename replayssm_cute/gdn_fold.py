@@ -27,7 +27,7 @@ def fold_gdn_replayssm(checkpoint_state: Tensor, rings: Mapping[str, Tensor], ss
     Args:
         checkpoint_state: (layers, slots, HV, V, K). Changed in place.
         rings: by name, as in ``gdn_layout.GdnPool``. Not changed.
-        ssm_state_indices, replay_indices: (rows,) of one integer dtype; padding as in the verify step.
+        ssm_state_indices, replay_indices: (rows,) int32 or int64; padding as in the verify step.
         cursors: changed in place.
         max_spec_len: T.
 

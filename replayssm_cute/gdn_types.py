@@ -69,6 +69,7 @@ class GdnProblem:
         ring_dtype: dtype of ``d_cache`` and ``k_cache``.
         gate_dtypes: dtypes of a, b, A_log and dt_bias.
         index_dtype: dtype of the slot indices.
+        key_dtype: dtype of the ring indices of a verify step.
         flag_dtype: dtype of ``is_flush`` or ``force_flush``; None where a flush is never forced.
         scale: factor of q.
         tokens: T, most tokens a row of a verify step; 0 for standard decode.
@@ -87,6 +88,7 @@ class GdnProblem:
     ring_dtype: torch.dtype
     gate_dtypes: tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]
     index_dtype: torch.dtype = torch.int32
+    key_dtype: torch.dtype = torch.int32
     flag_dtype: torch.dtype | None = None
     scale: float = 128 ** -0.5
     tokens: int = 0
@@ -111,7 +113,8 @@ class GdnProblem:
 class GdnFoldProblem:
     """What a fold outside of a step (all layers, snapshot, retirement) may be specialised on.
 
-    Attributes as in ``GdnProblem``; ``raw_dtype`` is that of the raw rings, None where the ring's d are folded.
+    Attributes as in ``GdnProblem``; ``raw_dtype`` is that of the raw rings, None where the ring's d are folded;
+    ``index_dtypes`` are those of the source slots, the target slots and the rings.
     """
 
     geometry: GdnGeometry
@@ -119,7 +122,7 @@ class GdnFoldProblem:
     state_dtype: torch.dtype
     ring_dtype: torch.dtype
     raw_dtype: torch.dtype | None
-    index_dtype: torch.dtype
+    index_dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
     flag_dtype: torch.dtype | None
     has_counts: bool
     l2norm: bool

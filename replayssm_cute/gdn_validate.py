@@ -106,7 +106,7 @@ def decode_problem(state: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b:
         _seed(rand_seed, state, philox_rounds)
     return GdnProblem(
         geometry, buffer_len, state.dtype, v.dtype, d_cache.dtype, (a.dtype, b.dtype, A_log.dtype, dt_bias.dtype),
-        indices.dtype, None if force_flush is None else force_flush.dtype, scale, l2norm=bool(l2norm),
+        indices.dtype, torch.int32, None if force_flush is None else force_flush.dtype, scale, l2norm=bool(l2norm),
         philox_rounds=philox_rounds, state_align=_alignment([state], 16),
         row_align=_alignment([q, k, v, out, *rings[:2]], 16))
 
@@ -134,8 +134,6 @@ def verify_problem(state: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b:
     batch = starts.shape[0] - 1
     indices = _row_vector("ssm_state_indices", ssm_state_indices, batch, INDEX_DTYPES, device)
     keys = _row_vector("replay_indices", replay_indices, batch, INDEX_DTYPES, device)
-    if keys.dtype != indices.dtype:
-        raise ArgumentError("replay_indices", f"dtype {indices.dtype} of ssm_state_indices", keys.dtype)
     flag_dtype = _cursors(write_pos, cache_base, is_flush, checked[0].shape[0], device)
     _null(null_block_id)
     warn_about_drift(state.dtype)
@@ -143,8 +141,8 @@ def verify_problem(state: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b:
     rows = [q, k, v, out, *checked[:2], *(checked[3:5] if exact else ())]
     return GdnProblem(
         geometry, max_cache_len, state.dtype, v.dtype, checked[0].dtype,
-        (a.dtype, b.dtype, A_log.dtype, dt_bias.dtype), indices.dtype, flag_dtype, scale, max_spec_len, exact,
-        launch_mode, bool(l2norm), 0, _alignment([state], 16), _alignment(rows, 16))
+        (a.dtype, b.dtype, A_log.dtype, dt_bias.dtype), indices.dtype, keys.dtype, flag_dtype, scale, max_spec_len,
+        exact, launch_mode, bool(l2norm), 0, _alignment([state], 16), _alignment(rows, 16))
 
 
 def _cursors(write_pos: Tensor, cache_base: Tensor, is_flush: Tensor | None, rows: int,
@@ -193,8 +191,7 @@ def fold_problem(state: Tensor, rings: Mapping[str, Tensor | None], sources: Ten
     flag_dtype = _cursors(write_pos, cache_base, is_flush, checked[0].shape[0], device)
     batch = keys.shape[0] if isinstance(keys, Tensor) and keys.dim() == 1 else 0
     for name, t in (("replay_indices", keys), ("ssm_state_indices", sources), ("target_indices", targets)):
-        if _row_vector(name, t, batch, INDEX_DTYPES, device).dtype != keys.dtype:
-            raise ArgumentError(name, f"dtype {keys.dtype} of replay_indices", t.dtype)
+        _row_vector(name, t, batch, INDEX_DTYPES, device)
     if counts is not None:
         _row_vector("num_records", counts, batch, (torch.int32,), device)
     _null(null_block_id)
@@ -202,7 +199,8 @@ def fold_problem(state: Tensor, rings: Mapping[str, Tensor | None], sources: Ten
     rows = [*checked[:2], *(checked[3:5] if raw is not None else ())]
     layered = [state, *(r for n, r in rings.items() if r is not None and n not in FP32_RINGS)]
     return GdnFoldProblem(
-        geometry, L, layer.dtype, checked[0].dtype, raw, keys.dtype, flag_dtype,
+        geometry, L, layer.dtype, checked[0].dtype, raw,
+        (sources.dtype, targets.dtype, keys.dtype), flag_dtype,
         counts is not None, bool(l2norm), _alignment([state], 16), _alignment([*rows, *layered], 16))
 
 

@@ -219,7 +219,7 @@ def make_case(*, spec: bool = False, batch: int = 3, k_heads: int = 1, ratio: in
     make.add("out", torch.full((n, HV, V), math.nan), act, row_padding)
     make.integers("ssm_state_indices", slots, index_dtype)
     if spec:
-        make.integers("replay_indices", keys, index_dtype)
+        make.integers("replay_indices", keys, torch.int64)
         make.integers("query_start_loc", [sum(lengths[:b]) for b in range(batch + 1)], torch.int32)
         for name, dtype in (("write_pos", torch.int32), ("cache_base", torch.int32), ("is_flush", torch.int8)):
             make.integers(name, [99] * rows, dtype)

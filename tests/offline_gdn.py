@@ -32,7 +32,8 @@ def make_verify(heads: tuple[int, int], state: torch.dtype, tokens: int, **chang
 
 
 def make_fold(heads: tuple[int, int], state: torch.dtype, raw: torch.dtype | None) -> GdnFoldProblem:
-    return GdnFoldProblem(GdnGeometry(*heads), 16, state, BF16, raw, torch.int32, torch.int8, False, True)
+    return GdnFoldProblem(GdnGeometry(*heads), 16, state, BF16, raw, (torch.int32, torch.int64, torch.int64),
+                          torch.int8, False, True)
 
 
 def problems(target: str) -> list[tuple[str, GdnProblem | GdnFoldProblem]]:

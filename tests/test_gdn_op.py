@@ -89,7 +89,7 @@ WRONG = {
     "write_pos": lambda t: t[:1], "force_flush": lambda t: t.float(), "null_block_id": lambda t: 1.0}
 WRONG_SPEC = {
     "checkpoint_state": lambda t: t.double(), "rawv_cache": lambda t: None, "rawk_cache": lambda t: t.float(),
-    "beta_cache": lambda t: t.half(), "query_start_loc": lambda t: t.long(), "replay_indices": lambda t: t.long(),
+    "beta_cache": lambda t: t.half(), "query_start_loc": lambda t: t.long(), "replay_indices": lambda t: t.float(),
     "cache_base": lambda t: t[:-1], "is_flush": lambda t: t.int(), "max_cache_len": lambda t: 12,
     "max_spec_len": lambda t: 17, "launch_mode": lambda t: "all", "d_cache": lambda t: t[:, :1]}
 
