@@ -113,7 +113,8 @@ class Mamba2Problem:
         state_align: greatest power of two, at most 32, that divides the byte address of every
             row of the state pool.
         row_align: the same, at most 16, over the rows of activations, ``x_cache`` and ``B_cache``.
-        dt_align: the same, at most 16, over the rows of ``dt_cache``.
+        dt_align: the same, at most 16, over the rows of ``dt_cache`` and of the scales of an 8-bit
+            checkpoint.
     """
 
     geometry: Mamba2Geometry

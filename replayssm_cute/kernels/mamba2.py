@@ -10,6 +10,7 @@ from replayssm_cute import compile_cache
 from replayssm_cute.errors import UnsupportedError
 from replayssm_cute.kernels.mamba2_config import Mamba2Config, validate
 from replayssm_cute.kernels.targets import TARGETS
+from replayssm_cute.rounding import LARGEST_CODE
 from replayssm_cute.types import Mamba2Problem
 
 
@@ -46,12 +47,13 @@ def _build(problem: Mamba2Problem, config: Mamba2Config, target: str, sms: int, 
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream
 
-    from replayssm_cute.kernels.mamba2_bulk import Mamba2BulkKernel
+    from replayssm_cute.kernels.mamba2_bulk import Mamba2BulkKernel, Mamba2CodedKernel
     from replayssm_cute.kernels.mamba2_register import Mamba2RegisterKernel
     from replayssm_cute.kernels.mamba2_tile import fake_arguments
 
     if config.design == "bulk":
-        kernel: Any = Mamba2BulkKernel(problem, config, TARGETS[target], sms)
+        bulk = Mamba2CodedKernel if problem.state_dtype in LARGEST_CODE else Mamba2BulkKernel
+        kernel: Any = bulk(problem, config, TARGETS[target], sms)
     else:
         kernel = Mamba2RegisterKernel(problem, config, TARGETS[target])
     return cute.compile(kernel, *fake_arguments(problem), make_fake_stream(use_tvm_ffi_env_stream=True),

@@ -23,6 +23,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from replayssm_cute.kernels import mma, rounding
 from replayssm_cute.kernels.compat import SmemAllocator
+from replayssm_cute.kernels.mamba2_coded import CodedConsumer
 from replayssm_cute.kernels.mamba2_consumer import Consumer
 from replayssm_cute.kernels.mamba2_scorer import Scorer
 from replayssm_cute.kernels.mamba2_stage import (
@@ -42,7 +43,7 @@ from replayssm_cute.kernels.mamba2_tile import ReplayTile, load_slot
 EVICT_FIRST = 0x12F0000000000000  # L2 policy word: evict_first for the whole access
 
 
-class Mamba2BulkKernel(Scorer, Consumer, ReplayTile):
+class Mamba2BulkKernel(Scorer, Consumer, CodedConsumer, ReplayTile):
     """``min_ctas`` CTAs a multiprocessor, of ``threads`` consumers and two more warps."""
 
     def __init__(self, problem, config, target, sms: int) -> None:
@@ -51,16 +52,21 @@ class Mamba2BulkKernel(Scorer, Consumer, ReplayTile):
         self.input_bytes = self.act_dtype.width // 8
         self.state_bytes = self.tile_p * self.N * self.state_dtype.width // 8
         self.entries = -(-self.L // 16) * 16                       # ring rows that products take
-        # C must be split to be carried in fp16, where the state is; see ``Scorer.split_c``.
-        self.c_parts = 2 if self.state_dtype is cutlass.Float16 else 1
+        # C must be split to be carried in fp16, where the state or its codes are; see ``Scorer.split_c``.
+        self.c_parts = 2 if self.coded or self.state_dtype is cutlass.Float16 else 1
 
     @cute.jit
     def __call__(self, mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
                  mIndices, null_block_id: Int32, mOut, mSeed, stream):
+        self.launch(mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
+                    mIndices, null_block_id, mOut, mSeed, None, stream)
+
+    def launch(self, mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
+               mIndices, null_block_id, mOut, mSeed, mScale, stream):
         items = mX.shape[0] * (self.H * self.tiles)
         rounds = (items + self.ctas - 1) // self.ctas
         self.kernel(mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
-                    mIndices, null_block_id, mOut, mSeed, items).launch(
+                    mIndices, null_block_id, mOut, mSeed, mScale, items).launch(
             # As few CTAs as take no more rounds: all of them then end together.
             grid=((items + rounds - 1) // rounds, 1, 1), block=(self.threads + 64, 1, 1),
             stream=stream, min_blocks_per_mp=self.config.min_ctas, preferred_smem_carveout=100,
@@ -68,7 +74,7 @@ class Mamba2BulkKernel(Scorer, Consumer, ReplayTile):
 
     @cute.kernel
     def kernel(self, mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
-               mIndices, null_block_id, mOut, mSeed, items):
+               mIndices, null_block_id, mOut, mSeed, mScale, items):
         tid, _, _ = cute.arch.thread_idx()
         first, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
@@ -94,11 +100,11 @@ class Mamba2BulkKernel(Scorer, Consumer, ReplayTile):
             if tid == 0:
                 rounding.advance(mSeed, step)
         if warp < self.warps:
-            self.consume(s, mState, mD, mZ, mOut, dice, count, tid % 32, warp)
+            self.consume(s, mState, mScale, mD, mZ, mOut, dice, count, tid % 32, warp)
         if warp == self.warps + 1:
             self.score(s, mXc, mDtc, mBc, count, tid % 32)
         if warp == self.warps:
-            self.produce(s, sources, mState, mX, mB, mC, mXc, mDtc, mBc, null_block_id, items, first, step,
+            self.produce(s, sources, mState, mScale, mX, mB, mC, mXc, mDtc, mBc, null_block_id, items, first, step,
                          count, item, facts, tid % 32)
 
     def allocate(self):
@@ -120,8 +126,9 @@ class Mamba2BulkKernel(Scorer, Consumer, ReplayTile):
             floats = tensor(Float32, 4, FACTS)
             # Written by the scorer. A C part starts 64 bytes past a 128-byte line, so that the two
             # parts that a load fetches together lie in different banks.
-            c_part = tensor(self.state_dtype, self.N + mma.K_BLOCK, self.c_parts, ST, align=128) \
+            c_part = tensor(cutlass.Float16, self.N + mma.K_BLOCK, self.c_parts, ST, align=128) \
                 if self.c_parts > 1 else None
+            row_scale = tensor(Float32, self.tile_p, ST) if self.coded else None
             w_part = tensor(self.act_dtype, E, mma.PARTS, ST)
             weight = tensor(Float32, E, ST)
             scales = tensor(Float32, 2, ST)
@@ -164,7 +171,7 @@ class Mamba2BulkKernel(Scorer, Consumer, ReplayTile):
         return slot, pos
 
     @cute.jit
-    def produce(self, s, sources, mState, mX, mB, mC, mXc, mDtc, mBc, null_block_id, items, first, step,
+    def produce(self, s, sources, mState, mScale, mX, mB, mC, mXc, mDtc, mBc, null_block_id, items, first, step,
                 count, item, facts, lane):
         slots, cursors = Int32(0), Int32(0)
         for k in cutlass.range(count, unroll=1):
@@ -181,7 +188,7 @@ class Mamba2BulkKernel(Scorer, Consumer, ReplayTile):
             with cute.arch.elect_one():
                 if slot >= 0:
                     b, h, tile = self.split(first + k * step)
-                    self.copy_item(s, mState, mX, mB, mC, mXc, mDtc, mBc, b, h, tile, stage, Int64(slot), pos)
+                    self.copy_item(s, mState, mScale, mX, mB, mC, mXc, mDtc, mBc, b, h, tile, stage, Int64(slot), pos)
                 else:
                     cute.arch.mbarrier_arrive(s.window + stage)
                     cute.arch.mbarrier_arrive(s.full + stage)
@@ -189,16 +196,20 @@ class Mamba2BulkKernel(Scorer, Consumer, ReplayTile):
             cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def copy_item(self, s, mState, mX, mB, mC, mXc, mDtc, mBc, b, h, tile, stage, slot, pos):
+    def copy_item(self, s, mState, mScale, mX, mB, mC, mXc, mDtc, mBc, b, h, tile, stage, slot, pos):
         """Issue the bulk copies of one item; the current token lands right behind the ring rows."""
         g, window = h // self.ratio, s.window + stage
         policy = None
         if const_expr(self.config.evict_first):
             policy = Int64(EVICT_FIRST)
         x_row, b_row = self.P * self.input_bytes, self.N * self.input_bytes
-        cute.arch.mbarrier_arrive_and_expect_tx(s.full + stage, self.state_bytes)
+        scale_bytes = 4 * self.tile_p if self.coded else 0
+        cute.arch.mbarrier_arrive_and_expect_tx(s.full + stage, self.state_bytes + scale_bytes)
         bulk_load(s.state[None, None, stage], mState[slot, h, tile * self.tile_p, None],
                   Int32(self.state_bytes), s.full + stage, policy)
+        if const_expr(self.coded):
+            bulk_load(s.row_scale[None, stage], cute.local_tile(mScale[slot, h, None], (self.tile_p,), (tile,)),
+                      Int32(scale_bytes), s.full + stage)
         cute.arch.mbarrier_arrive_and_expect_tx(window, (pos + 1) * (x_row + b_row) + b_row + self.L * 4)
         bulk_load(s.dt[None, stage], mDtc[slot, h, None], Int32(self.L * 4), window)
         if pos > 0:  # a bulk copy of no bytes is invalid
@@ -207,6 +218,16 @@ class Mamba2BulkKernel(Scorer, Consumer, ReplayTile):
         bulk_load(self.b_row(s, pos, stage), mB[b, g, None], Int32(b_row), window)
         bulk_load(s.x[None, pos, stage], mX[b, h, None], Int32(x_row), window)
         bulk_load(s.C[None, stage], mC[b, g, None], Int32(b_row), window)
+
+
+class Mamba2CodedKernel(Mamba2BulkKernel):
+    """The same of an 8-bit checkpoint, whose scales (slots, H, P) are one argument more."""
+
+    @cute.jit
+    def __call__(self, mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
+                 mIndices, null_block_id: Int32, mOut, mSeed, mScale, stream):
+        self.launch(mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
+                    mIndices, null_block_id, mOut, mSeed, mScale, stream)
 
 
 def bulk_load(dst, src, nbytes, barrier, policy=None):

@@ -21,6 +21,7 @@ import torch
 
 from replayssm_cute.errors import ArgumentError
 from replayssm_cute.kernels.targets import REGISTERS_PER_SM, SMEM_PER_CTA, Target
+from replayssm_cute.rounding import LARGEST_CODE
 from replayssm_cute.types import SUPPORTED, Mamba2Problem, Support
 
 LANES = 8                       # lanes of a group
@@ -79,7 +80,7 @@ def smem_bytes(problem: Mamba2Problem, config: Mamba2Config) -> int:
         sums = 4 * config.tile_p * (config.threads // 32 + 1)
         return sums + 4 * (config.tile_p + g.dstate) * L + 256
     entries = -(-L // 16) * 16
-    state = config.tile_p * g.dstate * problem.state_dtype.itemsize
+    state = config.tile_p * (g.dstate * problem.state_dtype.itemsize + 4)
     window = (g.headdim + g.dstate + 8) * entries * act + 4 * L + g.dstate * act
     scores = 2 * (g.dstate + 32) * 2 + entries * (3 * act + 4)
     return config.stages * (state + window + scores + 96) + 4096
@@ -96,8 +97,6 @@ def validate(problem: Mamba2Problem, config: Mamba2Config, target: Target) -> Su
         return Support(False, f"tile_p={c.tile_p} and threads={c.threads} do not split P={g.headdim}")
     if problem.state_align < c.vec_bits // 8:
         return Support(False, f"state rows are aligned to {problem.state_align} bytes only")
-    if g.dstate % (LANES * state_vector(problem, c)):
-        return Support(False, f"N={g.dstate} is no multiple of {LANES} loads of {c.vec_bits} bits")
     check = {"register": _validate_register, "bulk": _validate_bulk}.get(c.design)
     if check is None:
         return Support(False, f"unknown design {c.design!r}")
@@ -109,6 +108,10 @@ def _validate_register(problem: Mamba2Problem, config: Mamba2Config, target: Tar
     c = config
     if takes_bulk(problem):
         return Support(False, "the bulk design serves it, and a row's bits must not change with the batch")
+    if problem.state_dtype in LARGEST_CODE:
+        return Support(False, f"of an 8-bit checkpoint the bulk design takes only: {takes_bulk(problem).reason}")
+    if problem.geometry.dstate % (LANES * state_vector(problem, c)):
+        return Support(False, f"N={problem.geometry.dstate} is no multiple of {LANES} loads of {c.vec_bits} bits")
     if c.tile_p % (c.threads // LANES) or c.threads < c.tile_p:
         return Support(False, f"{c.threads} threads do not split {c.tile_p} rows")
     if c.tile_p * problem.geometry.dstate > MAX_STATE_PER_THREAD * c.threads:
@@ -126,7 +129,7 @@ def takes_bulk(problem: Mamba2Problem) -> Support:
     if g.headdim % 16 or g.dstate % 64:
         return Support(False, f"P={g.headdim} is no multiple of 16 or N={g.dstate} none of 64")
     if problem.buffer_len % 4 or problem.dt_align < 16:
-        return Support(False, "bulk copies need dt_cache rows of a multiple of 16 bytes")
+        return Support(False, "bulk copies need rows of dt_cache and state_scale in multiples of 16 bytes")
     return SUPPORTED
 
 

@@ -19,7 +19,7 @@ class Consumer:
     """Mixin of the bulk kernel."""
 
     @cute.jit
-    def consume(self, s, mState, mD, mZ, mOut, dice, count, lane, warp):
+    def consume(self, s, mState, mScale, mD, mZ, mOut, dice, count, lane, warp):
         for k in cutlass.range(count, unroll=1):
             stage, phase, m = k % self.stages, (k // self.stages) & 1, k % FACTS
             cute.arch.mbarrier_wait(s.window + stage, phase)
@@ -28,13 +28,16 @@ class Consumer:
                 pos = s.ints[POS, m]
                 y, row, mine = Float32(0.0), Int32(0), cutlass.Boolean(False)
                 if s.ints[FLUSH, m] == 0:
-                    if const_expr(self.state_dtype.width == 16):
+                    if const_expr(self.state_dtype.width < 32):
                         y, row, mine = self.replay_half(s, stage, phase, m, pos, lane, warp)
                     else:
                         y, row, mine = self.replay_full(s, stage, phase, m, pos, lane, warp)
                 else:
                     cute.arch.mbarrier_wait(s.scored + stage, phase)
-                    y, row, mine = self.flush(s, mState, dice, stage, m, pos, lane, warp)
+                    if const_expr(self.coded):
+                        y, row, mine = self.flush_codes(s, mState, mScale, dice, stage, m, pos, lane, warp)
+                    else:
+                        y, row, mine = self.flush(s, mState, dice, stage, m, pos, lane, warp)
                 if mine:
                     self.store_output(s, mD, mZ, mOut, stage, m, pos, y, warp * WARP_ROWS + row)
             cute.arch.sync_warp()  # the whole warp has read its part of the stage
@@ -58,7 +61,7 @@ class Consumer:
 
     @cute.jit
     def replay_half(self, s, stage, phase, m, pos, lane, warp):
-        """Output rows of a 2-byte state; (y, row of the warp, this lane holds it)."""
+        """Output rows of a 2-byte state or of codes; (y, row of the warp, this lane holds it)."""
         g, q = lane // 4, lane % 4
         first = warp * WARP_ROWS + g
         vector = s.C[None, stage]
@@ -73,6 +76,8 @@ class Consumer:
         if const_expr(self.c_parts > 1):
             low = device.select(q < 2, sums[1], sums[3]) * float(2.0 ** -mma.LOW_SHIFT)
             checkpoint = (checkpoint + low) * s.scales[C_SCALE, stage]
+        if const_expr(self.coded):
+            checkpoint = checkpoint * s.row_scale[first + 8 * (q // 2), stage]
         ring = self.ring_rows(s, stage, m, pos, lane, warp)
         y = checkpoint * s.scales[DECAY, stage] + device.select(q < 2, ring[0], ring[1])
         return y, g + 8 * (q // 2), (q % 2) == (g % 2)

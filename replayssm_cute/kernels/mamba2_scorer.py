@@ -72,12 +72,12 @@ class Scorer:
         for stride in cutlass.range_constexpr(5):
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 2 ** stride))
         scale, inverse = mma.power_of_two(largest)
-        high = cute.make_rmem_tensor((n,), self.state_dtype)
-        low = cute.make_rmem_tensor((n,), self.state_dtype)
+        high = cute.make_rmem_tensor((n,), cutlass.Float16)
+        low = cute.make_rmem_tensor((n,), cutlass.Float16)
         for i in cutlass.range_constexpr(n):
             v = values[i] * inverse
-            high[i] = v.to(self.state_dtype)
-            low[i] = ((v - high[i].to(Float32)) * float(2 ** mma.LOW_SHIFT)).to(self.state_dtype)
+            high[i] = v.to(cutlass.Float16)
+            low[i] = ((v - high[i].to(Float32)) * float(2 ** mma.LOW_SHIFT)).to(cutlass.Float16)
         cute.autovec_copy(high, cute.local_tile(c_part[None, 0, stage], (n,), (lane,)))
         cute.autovec_copy(low, cute.local_tile(c_part[None, 1, stage], (n,), (lane,)))
         scales[C_SCALE, stage] = scale

@@ -12,11 +12,13 @@ from cutlass import Float32, const_expr
 from replayssm_cute.kernels import device, rounding
 from replayssm_cute.kernels.mamba2_config import LANES, Mamba2Config, state_vector
 from replayssm_cute.kernels.targets import Target
+from replayssm_cute.rounding import LARGEST_CODE
 from replayssm_cute.types import Mamba2Problem
 
 CUTE_DTYPES = {torch.float32: cutlass.Float32, torch.float16: cutlass.Float16,
                torch.bfloat16: cutlass.BFloat16, torch.int32: cutlass.Int32,
-               torch.int64: cutlass.Int64, torch.int8: cutlass.Int8, torch.bool: cutlass.Boolean}
+               torch.int64: cutlass.Int64, torch.int8: cutlass.Int8, torch.bool: cutlass.Boolean,
+               torch.float8_e4m3fn: cutlass.Float8E4M3FN}
 LANE_BITS = (1, 2, 4)           # lanes of a group
 SEED_WORDS = 8                  # int64 words of the generator's state
 
@@ -36,6 +38,8 @@ class ReplayTile:
         self.act_dtype = CUTE_DTYPES[problem.act_dtype]
         self.packed, self.hardware_rounding = target.packed_fma, target.stochastic_cvt
         self.stochastic = problem.philox_rounds > 0
+        self.coded = problem.state_dtype in LARGEST_CODE           # an 8-bit checkpoint with scales
+        self.signed = problem.state_dtype is torch.int8            # its codes are int8, not e4m3
         self.tile_p, self.threads = config.tile_p, config.threads
         self.tiles = self.P // self.tile_p
         self.warps, self.groups = self.threads // 32, self.threads // LANES
@@ -90,7 +94,7 @@ class ReplayTile:
         """The launch's random words; None where the checkpoint is rounded to nearest."""
         if not self.stochastic:
             return None
-        return rounding.Dice(mSeed, self.H, self.P, self.N, self.problem.philox_rounds)
+        return rounding.Dice(mSeed, self.H, self.P, self.N * self.state_dtype.width // 128, self.problem.philox_rounds)
 
     def rounded(self, values, dice, call):
         """Fragments of eight of the state's type from fp32 values, eight-fold many.
@@ -167,7 +171,8 @@ def fake_arguments(problem: Mamba2Problem) -> list[object]:
         fake(cutlass.Int32, (cute.sym_int(),), (1,)),
         fake(CUTE_DTYPES[problem.flush_dtype], (cute.sym_int(),), (1,)),
         indices, cutlass.Int32(0), rows(act, H, P, first=batch, align=16),
-        fake(cutlass.Int64, (SEED_WORDS,), (1,)) if problem.philox_rounds else None]
+        fake(cutlass.Int64, (SEED_WORDS,), (1,)) if problem.philox_rounds else None,
+        *([rows(cutlass.Float32, H, P, first=slots, align=16)] if problem.state_dtype in LARGEST_CODE else [])]
 
 
 def load_scalars(mDt, mDtBias, mA, b, h):

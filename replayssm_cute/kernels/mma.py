@@ -18,6 +18,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
+from replayssm_cute.kernels import codes
+
 K_BLOCK = 32          # elements of a row that one pair of products takes: four lanes x 8
 CHUNK = 8             # elements of a 16-byte load
 LOW_SHIFT = 12        # an fp16 low part is stored times 2^12, to stay clear of fp16's subnormals
@@ -46,10 +48,12 @@ def load_transposed(pointer):
 
 
 def chunk(row, block, swap, q):
-    """The lane's 16-byte chunk of a k block of a row, as four packed registers."""
+    """The lane's eight elements of a k block of a row, as four packed registers of 2-byte elements."""
     fragment = cute.make_rmem_tensor((CHUNK,), row.element_type)
     cute.autovec_copy(cute.local_tile(row, (CHUNK,), ((block ^ swap) * (K_BLOCK // CHUNK) + q,)), fragment)
     packed = cute.recast_tensor(fragment, Uint32)
+    if row.element_type.width == 8:
+        return codes.to_fp16([packed[0], packed[1]], row.element_type is cutlass.Int8)
     return [packed[i] for i in range(4)]
 
 
@@ -57,8 +61,8 @@ def rows_times_vector(low_row, high_row, vector, length, lane):
     """Products of 16 rows with a vector, k accumulated in fp32.
 
     Args:
-        low_row, high_row: this lane's rows g and g + 8, of ``length`` 2-byte elements.
-        vector: the part of the vector that column g takes; of the rows' type.
+        low_row, high_row: this lane's rows g and g + 8, of ``length`` 2-byte elements or 8-bit codes.
+        vector: the part of the vector that column g takes; of the rows' type, fp16 beside codes.
         length: a multiple of 64.
 
     Returns:
@@ -70,8 +74,8 @@ def rows_times_vector(low_row, high_row, vector, length, lane):
     for block in range(length // K_BLOCK):
         lo, hi = chunk(low_row, block, row_swap, q), chunk(high_row, block, row_swap, q)
         v = chunk(vector, block, column_swap, q)
-        even = mma(low_row.element_type, (lo[0], hi[0], lo[1], hi[1]), v[:2], even)
-        odd = mma(low_row.element_type, (lo[2], hi[2], lo[3], hi[3]), v[2:], odd)
+        even = mma(vector.element_type, (lo[0], hi[0], lo[1], hi[1]), v[:2], even)
+        odd = mma(vector.element_type, (lo[2], hi[2], lo[3], hi[3]), v[2:], odd)
     return [a + b for a, b in zip(even, odd)]
 
 

@@ -1,7 +1,7 @@
 """Stochastic rounding on the device: the same bits as ``replayssm_cute.rounding``, its specification.
 
-The random words come from Philox4x32, one call for eight neighbours of the state pool. They are
-used by ``cvt.rs`` where the target has it, else by its software twin.
+The random words come from Philox4x32, one call for 16 bytes of the state pool. They are used by
+``cvt.rs`` where the target has it, else by its software twin; 8-bit codes are in ``codes.py``.
 """
 
 import cutlass
@@ -17,16 +17,17 @@ SEED, STEP, ARRIVALS, FIRST_HEAD, TOTAL_HEADS = range(5)
 class Dice:
     """The random words of one launch: seed, step, and where this rank's heads lie in the pool."""
 
-    def __init__(self, mSeed, nheads, headdim, dstate, rounds):
+    def __init__(self, mSeed, nheads, headdim, row_calls, rounds):
+        """``row_calls``: calls of the generator for a row of N elements."""
         self.seed, self.step = Uint64(mSeed[SEED]), Uint64(mSeed[STEP])
         self.first, total = Int32(mSeed[FIRST_HEAD]), Int32(mSeed[TOTAL_HEADS])
         self.total = Int32(cutlass.select_(total == 0, Int32(nheads), total))
-        self.headdim, self.dstate, self.rounds = headdim, dstate, rounds
+        self.headdim, self.row_calls, self.rounds = headdim, row_calls, rounds
 
     def call_of(self, slot, head, row):
-        """Number of the generator's call for the first eight elements of a row of a head's state."""
+        """Number of the generator's call for the first 16 bytes of a row of a head's state."""
         head = slot * Int64(self.total) + Int64(self.first + head)
-        return Uint64((head * self.headdim + row) * (self.dstate // 8))
+        return Uint64((head * self.headdim + row) * self.row_calls)
 
     def words(self, call):
         """The four words of a call."""
