@@ -44,6 +44,8 @@ def problems() -> list[Mamba2Problem]:
     found += [make_problem(main, f16, philox_rounds=5), make_problem(main, f16, philox_rounds=10),
               make_problem(main, bf16, philox_rounds=5), make_problem((96, 80, 128, 8), f16, philox_rounds=10),
               make_problem(main, f16, act=f16, philox_rounds=5)]
+    found += [make_problem(shape, code, philox_rounds=r) for shape, r in ((main, 0), (main, 5), (shapes[2], 10))
+              for code in (torch.int8, torch.float8_e4m3fn)]
     # What the bulk design does not take: other inputs, shapes and rings.
     found += [make_problem(shape, state, act=act) for shape in shapes[:3]
               for state, act in ((f32, f32), (f16, f16), (bf16, f16))]

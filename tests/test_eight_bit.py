@@ -247,16 +247,19 @@ def problem(dtype: torch.dtype) -> Mamba2Problem:
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)])
 @pytest.mark.parametrize("dtype", [I8, E4M3])
-def test_cute_says_that_it_serves_none(dtype: torch.dtype, capability: tuple[int, int],
-                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cute_says_what_it_serves(dtype: torch.dtype, capability: tuple[int, int],
+                                  monkeypatch: pytest.MonkeyPatch) -> None:
     arch = Arch("cuda", capability, "Some_GPU", 100)
-    found = {c.backend: c.support for c in dispatch.candidates(problem(dtype), 64, arch)}
-    assert not found["cute"] and "no 8-bit checkpoint" in found["cute"].reason
-    assert next(name for name, support in found.items() if support) == "triton"
-    assert cute.supports(replace(problem(dtype), state_dtype=BF16), arch)
-    monkeypatch.setattr(dispatch.archs, "of", lambda device: arch)
-    with pytest.raises(UnsupportedError, match=r"'cute'.*no 8-bit checkpoint"):
-        dispatch.prepare(problem(dtype), 64, torch.device("cpu"), "cute")
+    assert cute.supports(problem(dtype), arch)
+    for change, reason in (({"act_dtype": F32, "ring_dtype": F32}, "bf16 inputs"), ({"buffer_len": 6}, "state_scale"),
+                           ({"dt_align": 4}, "state_scale"), ({"geometry": Mamba2Geometry(6, 20, 48, 2)}, "P=20")):
+        other = replace(problem(dtype), **change)
+        found = {c.backend: c.support for c in dispatch.candidates(other, 64, arch)}
+        assert not found["cute"] and reason in found["cute"].reason, found["cute"]
+        assert next(name for name, support in found.items() if support) == "triton"
+        monkeypatch.setattr(dispatch.archs, "of", lambda device: arch)
+        with pytest.raises(UnsupportedError, match=rf"'cute'.*{reason}"):
+            dispatch.prepare(other, 64, torch.device("cpu"), "cute")
 
 
 @pytest.mark.parametrize("dtype", [I8, E4M3])

@@ -7,10 +7,11 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from replayssm_cute.arch import Arch
 from replayssm_cute.kernels.mamba2_config import Mamba2Config, default_config, ranked, validate
 from replayssm_cute.kernels.targets import Target, for_capability
-from replayssm_cute.rounding import LARGEST_CODE
 from replayssm_cute.types import SUPPORTED, Mamba2Problem, Support
 
 SELF_CHECKING = True
@@ -29,9 +30,6 @@ def supports(problem: Mamba2Problem, arch: Arch) -> Support:
     target = for_capability(arch.capability) if arch.kind == "cuda" else None
     if target is None:
         return Support(False, f"the kernels are built for 9.0, 10.0 and 10.3, not for {arch}")
-    if problem.state_dtype in LARGEST_CODE:
-        kind = str(problem.state_dtype).removeprefix("torch.")
-        return Support(False, f"the kernels serve no 8-bit checkpoint, and this one is {kind}; Triton does")
     if not _installed():
         return _installed()
     if default_config(problem, 1, target) is None:
@@ -40,9 +38,9 @@ def supports(problem: Mamba2Problem, arch: Arch) -> Support:
 
 
 def rounds_in_hardware(problem: Mamba2Problem, arch: Arch) -> bool:
-    """``cvt.rs`` on 10.0 and 10.3; the other targets have its twin in software."""
+    """``cvt.rs`` on 10.0 and 10.3; the other targets have its twin in software, and int8 has no instruction."""
     target = for_capability(arch.capability) if arch.kind == "cuda" else None
-    return target is not None and target.stochastic_cvt
+    return target is not None and target.stochastic_cvt and problem.state_dtype is not torch.int8
 
 
 def prepare(problem: Mamba2Problem, arch: Arch, batch: int,
