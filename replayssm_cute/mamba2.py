@@ -68,8 +68,7 @@ def selective_state_update_replayssm_output_only(
             graph, advances its step. None takes a state of this package, one a device.
         state_scale: (slots, H, P) fp32, one scale a row of an 8-bit checkpoint: value = code * scale.
             Caller's; changed in place with the state. The slot stride may be padded. None otherwise.
-        backend: ``"cute"``, ``"triton"`` or ``"torch"`` to insist on one; None chooses. CuTe serves no
-            8-bit checkpoint.
+        backend: ``"cute"``, ``"triton"`` or ``"torch"`` to insist on one; None chooses.
 
     Returns:
         ``out``.

@@ -206,7 +206,7 @@ def test_the_slow_backend_on_a_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch)
 def test_an_8_bit_checkpoint_is_served_and_not_tuned(dtype: str) -> None:
     answer = supports_replayssm(NANO, state_dtype=dtype, device="NVIDIA_B200")
     assert answer and answer.state_dtype is getattr(torch, dtype)
-    assert answer.backend.startswith("batch 1, 64, 512: triton")
+    assert answer.backend.startswith("batch 1, 64, 512: cute")
     assert answer.rounding == "to nearest" and not answer.tuned and answer.tune_command is None
 
 

@@ -158,7 +158,7 @@ def test_stochastic_rounding_needs_whole_calls_of_the_generator() -> None:
 
 
 def test_stochastic_rounding_of_an_fp32_state_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"enable_stochastic_rounding: a torch\.float32 checkpoint drops no bits"):
+    with pytest.raises(UnsupportedError, match=r"enable_stochastic_rounding: .*float32 checkpoint drops no bits"):
         step(**stochastic(state=good()["state"]))
 
 
@@ -225,7 +225,8 @@ def test_alignment_is_part_of_the_problem() -> None:
 
     def problem(**changes: Any):
         args = {**a, **changes}
-        return mamba2_problem(*(args[k] for k in order), dt_softplus=True, max_cache_len=L)
+        return mamba2_problem(*(args[k] for k in order), state_scale=args.get("state_scale"), dt_softplus=True,
+                              max_cache_len=L)
 
     aligned = problem()
     assert aligned.row_align == 16 and aligned.dt_align == 16 and aligned.state_align == 32
@@ -233,6 +234,9 @@ def test_alignment_is_part_of_the_problem() -> None:
     assert problem(state=shifted).state_align == 16
     assert problem(x=rows_padded(a["x"], 2)).row_align == 4
     assert problem(dt_cache=rows_padded(a["dt_cache"], 2)).dt_align == 8
+    codes, scale = quantize(a["state"], torch.int8)
+    assert problem(state=codes, state_scale=scale).dt_align == 16
+    assert problem(state=codes, state_scale=rows_padded(scale, 2)).dt_align == 8
 
 
 def test_calls_are_counted_per_backend() -> None:
