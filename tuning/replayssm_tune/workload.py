@@ -20,7 +20,7 @@ class Workload:
     """Inputs of a decode layer at one batch size, with the pools that a graph rotates through.
 
     Attributes:
-        pools: as many layers' pools as make their states exceed ``COLD_BYTES``.
+        pools: as many layers' pools as make their states exceed ``cold_bytes``.
         inputs: x, dt, A, B, C, D, dt_bias, out, by argument name.
         phases: L pairs (write_pos, is_flush); in phase k row i is at (offset_i + k) mod L, so one
             pass over all phases is a whole ring cycle in which every row flushes once.
@@ -54,7 +54,7 @@ class Workload:
 
 def make_workload(geometry: Mamba2Geometry, batch: int, state_dtype: torch.dtype, buffer_len: int = 16,
                   act_dtype: torch.dtype = torch.bfloat16, philox_rounds: int = 0, device: str = "cuda",
-                  seed: int = 0) -> Workload:
+                  seed: int = 0, cold_bytes: float = COLD_BYTES) -> Workload:
     """Random inputs with trained-like decay, pools filled with noise, a random stagger."""
     gen = torch.Generator(device).manual_seed(seed)
 
@@ -64,7 +64,7 @@ def make_workload(geometry: Mamba2Geometry, batch: int, state_dtype: torch.dtype
     g, L = geometry, buffer_len
     per_pool = batch * mamba2_state_bytes(g, state_dtype)
     pools = []
-    for _ in range(max(2, int(-(-COLD_BYTES // per_pool)))):
+    for _ in range(max(2, int(-(-cold_bytes // per_pool)))):
         pool = allocate_mamba2_pool(batch + 1, g, L, state_dtype, act_dtype, device)
         for tensor in (pool.state, pool.x_cache, pool.B_cache):
             tensor.normal_(generator=gen)
