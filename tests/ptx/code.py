@@ -19,6 +19,7 @@ class Block:
     """Steps that the same threads execute one after the other.
 
     Attributes:
+        number: of the block in the program.
         needs: as ``Step.needs``, for the whole block; a step that waits, or needs a CTA, stands alone.
         branch: the instruction that ends the block, if any.
         target, next: the block behind the branch, and the one that follows; the number of blocks is the exit.
@@ -26,6 +27,7 @@ class Block:
         keeps: registers that it writes and another block may read.
     """
 
+    number: int
     steps: list[Step]
     needs: str
     branch: Instruction | None
@@ -54,7 +56,7 @@ def load(text: str) -> Code:
     starts: dict[int, int] = {}
     for first, end in _ranges(code.program):
         starts[first] = len(code.blocks)
-        code.blocks.append(_block(code.program, first, end))
+        code.blocks.append(_block(code.program, len(code.blocks), first, end))
     last = len(code.blocks)
     starts[len(code.program.body)] = last
     for number, block in enumerate(code.blocks):
@@ -79,7 +81,7 @@ def _ranges(program: Program) -> list[tuple[int, int]]:
     return list(itertools.pairwise(ordered))
 
 
-def _block(program: Program, first: int, end: int) -> Block:
+def _block(program: Program, number: int, first: int, end: int) -> Block:
     branch = program.body[end - 1] if program.body[end - 1].name in BRANCHES else None
     if branch is not None and branch.modifiers not in ((), ("uni",)):
         raise branch.unknown()
@@ -94,7 +96,7 @@ def _block(program: Program, first: int, end: int) -> Block:
         writes |= step.writes
     if branch is not None and branch.guard is not None:
         uses |= {branch.guard} - writes
-    return Block(steps, needs.pop() if needs else "", branch, uses=frozenset(uses), writes=frozenset(writes))
+    return Block(number, steps, needs.pop() if needs else "", branch, uses=frozenset(uses), writes=frozenset(writes))
 
 
 def _find_uses(blocks: list[Block]) -> None:

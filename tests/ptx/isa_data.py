@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from tests.ptx.builder import TYPES, Array, Builder, Run, translates
+from tests.ptx.builder import TYPES, Builder, Run, Writer, translates
 from tests.ptx.memory import UNSIGNED
 from tests.ptx.parser import Address, Instruction, Operand
+
+if TYPE_CHECKING:
+    from tests.ptx.machine import Lanes
 
 HALVES = {"b32": "b16", "b64": "b32"}
 VECTORS = {"v2": 2, "v4": 4, "v8": 8}
@@ -33,7 +38,7 @@ def _unpack(b: Builder, kind: str, target: tuple[str, ...], source: Operand) -> 
     half = HALVES[kind]
     whole, puts = b.read(source, kind), [b.write(part, half) for part in target]
 
-    def run(lanes: Array) -> None:
+    def run(lanes: Lanes) -> None:
         halves = lanes.all(whole(lanes)).view(TYPES[half]).reshape(lanes.count, 2)
         for i, put in enumerate(puts):
             put(lanes, np.ascontiguousarray(halves[:, i]))
@@ -56,7 +61,7 @@ def ld(b: Builder, ins: Instruction) -> Run:
         return _ld_param(b, kind, puts[0], address)
     at = b.address(address, "u64" if space == "global" else "u32")
 
-    def run(lanes: Array) -> None:
+    def run(lanes: Lanes) -> None:
         if space == "global":
             values = lanes.machine.load_global(lanes, at(lanes), width, count)
         else:
@@ -66,7 +71,7 @@ def ld(b: Builder, ins: Instruction) -> Run:
     return run
 
 
-def _ld_param(b: Builder, kind: str, put: Array, address: Operand) -> Run:
+def _ld_param(b: Builder, kind: str, put: Writer, address: Operand) -> Run:
     if not isinstance(address, Address):
         raise b.instruction.unknown()
     param = next((p for p in b.program.params if p.name == address.base), None)
@@ -86,7 +91,7 @@ def st(b: Builder, ins: Instruction) -> Run:
     sources = [b.read(source, kind) for source in _vector(b, b.operand(1), count)]
     word = UNSIGNED[np.dtype(TYPES[kind]).itemsize]
 
-    def run(lanes: Array) -> None:
+    def run(lanes: Lanes) -> None:
         values = [lanes.all(source(lanes)).view(word) for source in sources]
         if space == "global":
             lanes.machine.store_global(lanes, at(lanes), values)
@@ -123,7 +128,7 @@ def atom(b: Builder, ins: Instruction) -> Run:
             raise ins.unknown()
     put, at, operand = b.write(b.operand(0), "u32"), b.address(b.operand(1), "u64"), b.read(b.operand(2), "u32")
 
-    def run(lanes: Array) -> None:
+    def run(lanes: Lanes) -> None:
         addresses, values, old = at(lanes), lanes.all(operand(lanes)), np.empty(lanes.count, np.uint32)
         for i in range(lanes.count):
             old[i] = lanes.machine.load_global(lanes, addresses[i:i + 1], 4, 1)[0][0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,10 +11,14 @@ from tests.ptx import numerics
 from tests.ptx.builder import TYPES, Array, Builder, Run, translates
 from tests.ptx.parser import Instruction
 
+if TYPE_CHECKING:
+    from tests.ptx.machine import Lanes
+
 WIDEN = {"f32": lambda x: x, "f16": numerics.from_f16, "bf16": numerics.from_bf16}
 INTEGERS = ("s8", "u8", "s16", "u16", "s32", "u32", "s64", "u64")
-APPROXIMATE = {"ex2": numerics.ex2, "lg2": numerics.lg2, "rcp": numerics.rcp, "rsqrt": numerics.rsqrt,
-               "tanh": numerics.tanh}
+#: Function and documented relative error; that of lg2 is absolute between 0.5 and 2, where it is not blurred.
+APPROXIMATE = {"ex2": (numerics.ex2, 2.0 ** -22), "lg2": (numerics.lg2, 2.0 ** -22), "rcp": (numerics.rcp, 2.0 ** -23),
+               "rsqrt": (numerics.rsqrt, 2.0 ** -22.9), "tanh": (numerics.tanh, 2.0 ** -11)}
 
 
 def is_float(ins: Instruction) -> bool:
@@ -64,13 +69,17 @@ def minmax(b: Builder, ins: Instruction) -> Run:
 
 @translates(*APPROXIMATE)
 def approximate(b: Builder, ins: Instruction) -> Run:
-    f = APPROXIMATE[ins.name]
-    match ins.modifiers:
-        case ("approx", "ftz", "f32"):
-            return b.elementwise(("f32",), "f32", lambda x: numerics.flush(f(numerics.flush(x))))
-        case ("approx", "f32"):
-            return b.elementwise(("f32",), "f32", f)
-    raise ins.unknown()
+    f, error = APPROXIMATE[ins.name]
+    if ins.modifiers not in (("approx", "f32"), ("approx", "ftz", "f32")):
+        raise ins.unknown()
+    b.expect(2)
+    flush = numerics.flush if "ftz" in ins.modifiers else (lambda x: x)
+    put, source = b.write(b.operand(0), "f32"), b.read(b.operand(1), "f32")
+
+    def run(lanes: Lanes) -> None:
+        result = f(flush(lanes.all(source(lanes))))
+        put(lanes, flush(lanes.machine.blurred(result, error * np.abs(result))))
+    return run
 
 
 def comparison(relation: str) -> Callable[[Array, Array], Array] | None:

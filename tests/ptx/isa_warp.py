@@ -6,13 +6,20 @@ matrices over lanes are those of the PTX manual, with g = lane // 4 and q = lane
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from tests.ptx import numerics
 from tests.ptx.builder import Array, Builder, Reader, Run, translates
 from tests.ptx.parser import Instruction, Operand
 
+if TYPE_CHECKING:
+    from tests.ptx.machine import Lanes
+
 LANE = np.arange(32)
+MMA_ERROR = 2.0 ** -22     # terms are aligned to the largest and cut off, at its 24th bit or behind
 ALL = ("-1", "0xffffffff", "4294967295")
 
 
@@ -35,7 +42,7 @@ def shfl(b: Builder, ins: Instruction) -> Run:
     put = b.write(b.operand(0), "b32")
     value, offset, clamp = (b.read(b.operand(i), "u32") for i in (1, 2, 3))
 
-    def run(lanes: Array) -> None:
+    def run(lanes: Lanes) -> None:
         values, by, c = (lanes.all(x(lanes)).reshape(-1, 32).astype(np.int64) for x in (value, offset, clamp))
         put(lanes, np.take_along_axis(values, shuffle_source(mode, by & 31, c), 1).astype(np.uint32).reshape(-1))
     return run
@@ -63,7 +70,7 @@ def vote(b: Builder, ins: Instruction) -> Run:
     whole_warp(b, b.operand(2))
     put, source = b.write(b.operand(0), kind), b.read(b.operand(1), "pred")
 
-    def run(lanes: Array) -> None:
+    def run(lanes: Lanes) -> None:
         votes = lanes.all(source(lanes)).reshape(-1, 32)
         result = {"all": votes.all(1), "any": votes.any(1), "uni": votes.all(1) | ~votes.any(1),
                   "ballot": (votes.astype(np.uint32) << LANE.astype(np.uint32)).sum(1, dtype=np.uint32)}[mode]
@@ -80,7 +87,7 @@ def elect(b: Builder, ins: Instruction) -> Run:
     leader, chosen = b.operand(0)
     put_leader, put = b.write(leader, "b32"), b.write(chosen, "pred")
 
-    def run(lanes: Array) -> None:
+    def run(lanes: Lanes) -> None:
         put_leader(lanes, np.zeros(1, np.uint32))
         put(lanes, np.tile(LANE == 0, lanes.count // 32))
     return run
@@ -92,7 +99,7 @@ def elect(b: Builder, ins: Instruction) -> Run:
 def mma(b: Builder, ins: Instruction) -> Run:
     """``mma.m16n8k16`` of 2-byte operands: products and sum in float64, rounded to fp32 once.
 
-    The hardware keeps fewer bits of the sum; what the kernels may rely on is only that it is fp32.
+    The hardware keeps fewer bits of the sum; a blurred run errs by as much as ``MMA_ERROR`` of the largest term.
     """
     match ins.modifiers:
         case ("sync", "aligned", "m16n8k16", "row", "col", "f32", ("f16" | "bf16") as kind, other, "f32") \
@@ -108,7 +115,7 @@ def mma(b: Builder, ins: Instruction) -> Run:
     if (len(puts), len(A), len(B), len(C)) != (4, 4, 2, 4):
         raise ins.unknown("wrong number of registers")
 
-    def run(lanes: Array) -> None:
+    def run(lanes: Lanes) -> None:
         # A register of A: rows g or g + 8, two columns from 2q or 2q + 8.
         left = _halves(lanes, A, widen).reshape(-1, 2, 2, 8, 4, 2)         # warp, column half, row half, g, q, e
         left = left.transpose(0, 2, 3, 1, 4, 5).reshape(-1, 16, 16)
@@ -117,11 +124,13 @@ def mma(b: Builder, ins: Instruction) -> Run:
         product = np.matmul(left, right).reshape(-1, 2, 8, 4, 2)           # warp, row half, g, q, e
         for i, (put, addend) in enumerate(zip(puts, C, strict=True)):
             part = product[:, i // 2, :, :, i % 2].reshape(-1)
-            put(lanes, (part + addend(lanes)).astype(np.float32))
+            c = lanes.all(addend(lanes))
+            largest = np.maximum(np.abs(part), np.abs(c))
+            put(lanes, lanes.machine.blurred((part + c).astype(np.float32), MMA_ERROR * largest))
     return run
 
 
-def _halves(lanes: Array, registers: list[Reader], widen: Array) -> Array:
+def _halves(lanes: Lanes, registers: list[Reader], widen: Callable[[Array], Array]) -> Array:
     """Packed registers as float64: (warps, registers, 32 lanes, 2)."""
     packed = np.stack([lanes.all(r(lanes)).reshape(-1, 32) for r in registers], 1)
     return widen(packed.view(np.uint16)).astype(np.float64)
@@ -149,7 +158,7 @@ def ldmatrix(b: Builder, ins: Instruction) -> Run:
     whole_warp(b)
     puts, at = [b.write(r, "b32") for r in b.operand(0)], b.address(b.operand(1), "u32")
 
-    def run(lanes: Array) -> None:
+    def run(lanes: Lanes) -> None:
         words = lanes.machine.load_shared(lanes, at(lanes), 4, 4)
         rows = np.stack(words, 1).reshape(-1, 4, 32)                       # warp, matrix, (row, word)
         for i, put in enumerate(puts):

@@ -48,6 +48,7 @@ class Options:
         first_slot: added to every slot number, so that pools lie as if they had so many more slots.
         seed: of the order of warps; see ``Machine``.
         races: whether to look for races.
+        blur: seed of errors of approximate instructions; see ``Machine``.
         dice: the generator's state, changed by the launch.
     """
 
@@ -55,6 +56,7 @@ class Options:
     first_slot: int = 0
     seed: int | None = None
     races: bool = True
+    blur: int | None = None
     dice: Tensor | None = None
 
 
@@ -91,7 +93,7 @@ def launch(kernel: Kernel, case: Case, options: Options | None = None) -> Machin
     assert sizes == [p.size for p in kernel.code.program.params], (sizes, kernel.code.program.params)
     memory.freeze()
     machine = Machine(kernel.code, memory, grid, params, kernel.shared_bytes, options.seed, options.races,
-                      kernel.config.pdl)
+                      options.blur, kernel.config.pdl)
     machine.run()
     memory.copy_back()
     return machine

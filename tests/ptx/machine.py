@@ -24,6 +24,7 @@ from tests.ptx.memory import GlobalMemory, SharedMemory
 from tests.ptx.races import Races
 
 EAGER = 0.5          # share of the warps that go first in a seeded order
+OUT_OF_TIME = 0.1    # chance of a wait to give up once before it succeeds, in a seeded order
 
 
 class Lanes:
@@ -67,23 +68,27 @@ class Machine:
         seed: of the order of warps and copies; None takes the lowest block first and lands copies at the
             last moment.
         races: whether to look for races in shared memory.
+        blur: seed of errors that are added to what the hardware computes approximately; None for none.
         dependent: launched while the grid before still runs (programmatic dependent launch): no access to
             global memory may come before ``griddepcontrol.wait``.
     """
 
     def __init__(self, code: Code, memory: GlobalMemory, grid: tuple[int, int, int], params: bytes,
-                 shared_bytes: int, seed: int | None = None, races: bool = True, dependent: bool = False) -> None:
+                 shared_bytes: int, seed: int | None = None, races: bool = True, blur: int | None = None,
+                 dependent: bool = False) -> None:
         self.code, self.memory, self.grid, self.params = code, memory, grid, params
         self.threads, self.ctas = code.program.threads, grid[0] * grid[1] * grid[2]
         if self.threads % 32:
             raise BarrierError(f"{self.threads} threads are no whole warps")
         self.total = self.threads * self.ctas
+        self._noise = None if blur is None else np.random.default_rng(blur)
         self.random = None if seed is None else np.random.default_rng(seed)
         self._eager = np.repeat(self._choose_eager(seed), 32)
         self.shared = SharedMemory(self.ctas, shared_bytes)
         self.races = Races(self.ctas, self.threads, shared_bytes) if races and shared_bytes else None
         self.barriers, self.copies = Barriers(self, shared_bytes), Copies(self)
         self.exit = len(code.blocks)
+        self.executed: set[int] = set()                           # blocks
         self._waited = np.full(self.total, not dependent)         # for the grid before
         self._at = np.zeros(self.total, np.int16)                 # the block that a thread will execute
         self._registers: dict[str, Array] = {}
@@ -159,6 +164,7 @@ class Machine:
         return Lanes(self, index, env)
 
     def _execute(self, block: Block, index: NDArray[np.int64]) -> None:
+        self.executed.add(block.number)
         lanes = self._lanes(block, index)
         for number, step in enumerate(block.steps):
             try:
@@ -210,6 +216,16 @@ class Machine:
             one = f"CTA {who[0] // self.threads} thread {who[0] % self.threads}"
             places.append(f"{who.size} threads ({one}, ...) at {where}")
         return "no thread can go on; " + "; ".join(places)
+
+    def runs_out_of_time(self) -> bool:
+        """Whether a wait gives up although it could succeed."""
+        return self.random is not None and self.random.random() < OUT_OF_TIME
+
+    def blurred(self, result: Array, error: Array) -> Array:
+        """Float32 results moved by up to ``error``, as those of other hardware may be."""
+        if self._noise is None:
+            return result
+        return (result + error * self._noise.uniform(-1, 1, result.size)).astype(np.float32)
 
     # ---- memory, and barriers of whole warps and CTAs ---------------------------------------------
 
