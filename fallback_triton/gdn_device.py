@@ -107,14 +107,26 @@ def inverse_norm(squares, L2NORM: tl.constexpr):
 
 
 @triton.jit
-def normalised(k, L2NORM: tl.constexpr):
+def tree_sum(vector, LENGTH: tl.constexpr):
+    """Sum of a vector of LENGTH <= 256, one half added to the other until one is left.
+
+    The order in which ``tl.sum`` adds depends on the layout that the vector was loaded in; this one does not.
+    """
+    for i in tl.static_range(1, 9):
+        if LENGTH >> i:
+            vector = tl.sum(tl.reshape(vector, (2, LENGTH >> i)), 0)
+    return tl.sum(vector, 0)
+
+
+@triton.jit
+def normalised(k, STEP: tl.constexpr, L2NORM: tl.constexpr):
     """A vector in fp32, divided by its norm: what enters a checkpoint by the exact fold."""
     wide = widened(k)
     if L2NORM:
         total = wide[0] * wide[0]
         for i in tl.static_range(1, len(k)):
             total = tl.fma(wide[i], wide[i], total)
-        wide = scaled(wide, tl.rsqrt(tl.sum(total, 0) + NORM_EPSILON))
+        wide = scaled(wide, tl.rsqrt(tree_sum(total, STEP) + NORM_EPSILON))
     return wide
 
 
@@ -160,7 +172,7 @@ def fold_exact(S, rawv, rawk, g_ring, beta_ring, v, count, base, K: tl.constexpr
     for j in range(count):
         next_k, next_now, next_g, next_beta = load_raw_record(
             rawv, rawk, g_ring, beta_ring, ring_row(base, j + 1, L), v, j + 1 < count, K, V, STEP)
-        S = advance(S, normalised(k, L2NORM), now, g, beta)
+        S = advance(S, normalised(k, STEP, L2NORM), now, g, beta)
         k, now, g, beta = next_k, next_now, next_g, next_beta
     return S
 

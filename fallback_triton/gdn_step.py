@@ -52,7 +52,7 @@ def step_kernel(
     g, beta = gates(tl.load(a_ptr + row * a_row + head), tl.load(b_ptr + row * b_row + head),
                     tl.load(A_log_ptr + head), tl.load(dt_bias_ptr + head))
     S = widened(load_tiles(state, v, v < V, K, K, STATE_K))
-    S = advance(S, normalised(k, L2NORM), now, g, beta)
+    S = advance(S, normalised(k, STATE_K, L2NORM), now, g, beta)
     o = row_dots(S, q) * (inverse_norm(dot(q, q), L2NORM) * SCALE)
     tl.store(out, o.to(out_ptr.dtype.element_ty), mask=v < V)
     store_tiles(state, S, v, v < V, K, K, STATE_K)
