@@ -64,8 +64,8 @@ def percent(value: float) -> str:
 def filled(page: str) -> str:
     """The page with its paragraphs and list items filled to its width; tables and headings stay as they are."""
     def fill(text: str) -> str:
-        return textwrap.fill(" ".join(text.split()), 119, subsequent_indent="  " * text.startswith("* "), break_long_words=False,
-                             break_on_hyphens=False)
+        return textwrap.fill(" ".join(text.split()), 119, subsequent_indent="  " * text.startswith("* "),
+                             break_long_words=False, break_on_hyphens=False)
 
     blocks = [block if block[0] in "#|!" else "\n".join(map(fill, block.replace("\n* ", "\0* ").split("\0")))
               for block in page.split("\n\n")]
