@@ -4,6 +4,8 @@ A code is int8 or e4m3, and its value is the code times its row's scale. Both ki
 fp16, which is how the tensor cores take them.
 """
 
+import struct
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
@@ -51,8 +53,9 @@ def row_scale(largest, largest_code):
     A row with an infinity or a NaN has scale NaN and codes of 0.
     """
     finite = largest < Uint32(INFINITY)
-    scale = cute.arch.inline_ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32],
-                                 read_only_args=[from_bits(largest), Float32(largest_code)])
+    divisor = f"0f{struct.pack('>f', largest_code).hex()}"  # no operand: see ``mma.zeros``
+    scale = cute.arch.inline_ptx(f"div.rn.f32 {{$w0}}, {{$r0}}, {divisor};", write_only_types=[Float32],
+                                 read_only_args=[from_bits(largest)])
     scale = cute.arch.fmax(scale, Float32(SMALLEST_SCALE))
     reciprocal = cute.arch.inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[scale])
     return select(finite, scale, from_bits(Uint32(0x7FFFFFFF))), reciprocal, \

@@ -104,7 +104,7 @@ class Consumer:
     def ring_rows(self, s, stage, m, pos, lane, warp):
         """sum_j w_j x_j of rows g and g + 8 of the warp, in every lane of g."""
         g, q = lane // 4, lane % 4
-        sums = [Float32(0.0)] * 4
+        sums = mma.zeros()
         for t in range(self.entries // 16):
             x = self.x_block(s, stage, m, t, pos, lane, warp)
             # Even columns take the high part and then the low one, odd columns the middle one.
@@ -179,7 +179,7 @@ class Consumer:
         """sum_j (s_j x_j) B_j^T over 32 columns: four products of 16 rows and 8 columns."""
         g, q = lane // 4, lane % 4
         pairs = cute.recast_tensor(s.B[None, stage], Uint32)
-        delta = [[Float32(0.0)] * 4 for _ in range(4)]
+        delta = [mma.zeros() for _ in range(4)]
         for t, parts in enumerate(blocks):
             rows = []
             for half in range(2):

@@ -40,6 +40,11 @@ def mma(dtype, a, b, acc):
         write_only_types=[Float32] * 4, read_only_args=[*a, *b, *acc])
 
 
+def zeros():
+    """Four zero accumulators. In a register: the oldest DSL takes no floating-point constant as an operand."""
+    return [cute.arch.inline_ptx("mov.b32 {$w0}, 0;", write_only_types=[Float32], read_only_args=[])] * 4
+
+
 def load_transposed(pointer):
     """Four 8x8 matrices of 2-byte elements, transposed; lane l names row l % 8 of matrix l // 8."""
     return cute.arch.inline_ptx(
@@ -70,7 +75,7 @@ def rows_times_vector(low_row, high_row, vector, length, lane):
     """
     g, q = lane // 4, lane % 4
     row_swap, column_swap = g % 2, (g // 2) % 2
-    even, odd = [Float32(0.0)] * 4, [Float32(0.0)] * 4
+    even, odd = zeros(), zeros()
     for block in range(length // K_BLOCK):
         lo, hi = chunk(low_row, block, row_swap, q), chunk(high_row, block, row_swap, q)
         v = chunk(vector, block, column_swap, q)
