@@ -80,6 +80,9 @@ class Mamba2BulkKernel(Scorer, Consumer, CodedConsumer, ReplayTile):
         step, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tid // 32)
         count = (items - first + step - 1) // step
+        if const_expr(self.config.prefetch):
+            if warp == self.warps + 1:  # the scorer is the last to be needed
+                self.prefetch(mState, mXc, mDtc, mBc, mPos, mIndices, null_block_id, items, first, step, tid % 32)
         if const_expr(self.config.pdl):
             cute.arch.griddepcontrol_wait()
         sources = (mDt, mDtBias, mA, mD, mPos, mFlush, mIndices)
@@ -138,6 +141,27 @@ class Mamba2BulkKernel(Scorer, Consumer, CodedConsumer, ReplayTile):
             empty = smem.allocate_array(Int64, ST)
 
         return Shared
+
+    @cute.jit
+    def prefetch(self, mState, mXc, mDtc, mBc, mPos, mIndices, null_block_id, items, first, step, lane):
+        """Bring what the first items will read into L2, while the launch before may still be running.
+
+        L2 is where all writes meet, so that nothing read later is stale, whatever that launch writes. The
+        slot and the cursor may be; a stale one costs a useless prefetch, and none leaves the pools. They are
+        not kept in L1, from where they are read again after the wait.
+        """
+        item = first + lane * step
+        if lane < self.stages and item < items:
+            b, h, tile = self.split(item)
+            index = mIndices.iterator + mIndices.layout(b if const_expr(self.problem.index_ndim == 1) else (b, 0))
+            slot, pos = Int64(load_relaxed(index)), load_relaxed(mPos.iterator + b)
+            if slot >= 0 and slot < mState.shape[0] and slot != null_block_id:
+                g, rows = h // self.ratio, cutlass.min(cutlass.max(pos, Int32(0)), Int32(self.L))
+                bulk_prefetch(mState[slot, h, tile * self.tile_p, None], Int32(self.state_bytes))
+                bulk_prefetch(mDtc[slot, h, None], Int32(self.L * 4))
+                if rows > 0:
+                    bulk_prefetch(mBc[slot, g, None, None], rows * (self.N * self.input_bytes))
+                    bulk_prefetch(mXc[slot, h, None, None], rows * (self.P * self.input_bytes))
 
     # ---- producer: one warp -----------------------------------------------------------------------
 
@@ -228,6 +252,18 @@ class Mamba2CodedKernel(Mamba2BulkKernel):
                  mIndices, null_block_id: Int32, mOut, mSeed, mScale, stream):
         self.launch(mState, mX, mDt, mA, mB, mC, mD, mDtBias, mZ, mXc, mDtc, mBc, mPos, mFlush,
                     mIndices, null_block_id, mOut, mSeed, mScale, stream)
+
+
+def load_relaxed(pointer):
+    """An integer of 32 or 64 bits from L2, past L1."""
+    width = pointer.dtype.width
+    return cute.arch.inline_ptx(f"ld.relaxed.gpu.global.s{width} {{$w0}}, [{{$r0}}];",
+                                write_only_types=[pointer.dtype], read_only_args=[pointer])
+
+
+def bulk_prefetch(src, nbytes):
+    """Global -> L2 prefetch of ``nbytes`` (16-byte multiples)."""
+    cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[src.iterator, nbytes])
 
 
 def bulk_load(dst, src, nbytes, barrier, policy=None):

@@ -26,6 +26,7 @@ from replayssm_cute.types import SUPPORTED, Mamba2Problem, Support
 
 LANES = 8                       # lanes of a group
 MAX_STATE_PER_THREAD = 64       # state elements a thread holds; more spill on every target
+PREFETCH = False
 MAX_TILE = 80 * 128             # state elements of a tile: a stage of 40 KB in fp32
 
 
@@ -44,6 +45,7 @@ class Mamba2Config:
         stages: bulk copies of whole items in flight per CTA (bulk design).
         evict_first: the state's bulk copies carry the evict_first policy in L2.
         pdl: programmatic dependent launch: set up while the launch before drains.
+        prefetch: bring the first items' states into L2 meanwhile (bulk design, with ``pdl``).
     """
 
     design: str
@@ -54,6 +56,7 @@ class Mamba2Config:
     stages: int = 0
     evict_first: bool = False
     pdl: bool = False
+    prefetch: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -139,6 +142,8 @@ def _validate_bulk(problem: Mamba2Problem, config: Mamba2Config, target: Target)
         return takes_bulk(problem)
     if c.tile_p % 16 or c.threads != 2 * c.tile_p or c.vec_bits != 128:
         return Support(False, f"the bulk design takes tile_p in steps of 16 with {2 * c.tile_p} threads")
+    if c.prefetch and not c.pdl:
+        return Support(False, "prefetch without pdl has nothing to overlap with")
     if not 1 <= c.stages <= 16:
         return Support(False, f"stages={c.stages} is not in 1..16")
     return SUPPORTED
@@ -193,7 +198,7 @@ def ranked(problem: Mamba2Problem, batch: int, target: Target) -> list[Mamba2Con
     plans = ((2, 2), (2, 1), (1, 2), (1, 1)) if problem.state_dtype == torch.float32 else \
         ((3, 2), (2, 3), (2, 2), (1, 2), (1, 1))
     return [Mamba2Config("bulk", tile_p, 2 * tile_p, min_ctas=ctas, stages=stages,
-                         evict_first=items <= 128 * 64, pdl=True) for ctas, stages in plans]
+                         evict_first=items <= 128 * 64, pdl=True, prefetch=PREFETCH) for ctas, stages in plans]
 
 
 def _register_tile(problem: Mamba2Problem) -> tuple[int, int]:

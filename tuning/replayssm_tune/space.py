@@ -36,6 +36,7 @@ def _cute(problem: Mamba2Problem, batch: int, arch: Arch) -> list[dict[str, Any]
     default = cute_config.default_config(problem, batch, target)
     if default is None:
         return []
+    near.insert(0, replace(default, prefetch=not default.prefetch))
     if default.design == "register":  # other widths of a load sum in another order
         near = [c for c in cute_config.ranked(problem, batch, target) if c.vec_bits == default.vec_bits]
     found = [c for c in (default, *near) if cute_config.validate(problem, c, target)]
