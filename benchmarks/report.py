@@ -2,8 +2,9 @@
 
     python -m benchmarks.report benchmarks/results/mamba2_decode_h200.json
 
-Replaces what stands between ``<!-- table -->`` and ``<!-- end -->`` in docs/performance.md, between
-``<!-- cost -->`` and ``<!-- end -->`` in docs/rounding.md, and writes docs/mamba2_decode.png.
+Replaces what stands between ``<!-- table -->`` and ``<!-- end -->`` in docs/performance.md, behind
+``<!-- cost -->`` in docs/rounding.md and behind ``<!-- speed -->`` in the README, and writes
+docs/mamba2_decode.png.
 """
 
 from __future__ import annotations
@@ -44,6 +45,20 @@ def table(report: dict[str, Any]) -> str:
         lines.append(f"| {row['geometry']} | {row['state_dtype']} | {row['batch']} | {row['per_step_us']:.2f} | "
                      f"{triton['us']:.2f} | **{cute['us']:.2f}** | {cute['copy_percent']:.0f}% | "
                      f"{cute['same_size_percent']:.0f}% | {row['per_step_us'] / cute['us']:.2f}x |")
+    return "\n".join(lines)
+
+
+def short_table(report: dict[str, Any]) -> str:
+    """The first layer's CuTe times: a Markdown table, one line a state dtype."""
+    rows = [row for row in nearest(report) if row["geometry"] == report["rows"][0]["geometry"]]
+    batches = [b for b in (1, 16, 64, 256, 512) if any(row["batch"] == b for row in rows)]
+    lines = [heading(report["provenance"]), "", f"| state | {' | '.join(f'batch {b}' for b in batches)} |",
+             "|---" * (1 + len(batches)) + "|"]
+    for dtype in dict.fromkeys(row["state_dtype"] for row in rows):
+        held = {row["batch"]: row for row in rows if row["state_dtype"] == dtype}
+        cells = [f"{cute['us']:.1f} ({cute['copy_percent']:.0f}%, {held[b]['per_step_us'] / cute['us']:.2f}x)"
+                 for b in batches for cute in [held[b]["backends"]["cute"]]]
+        lines.append(f"| {dtype} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -119,6 +134,7 @@ def main() -> None:
     report = json.loads(Path(sys.argv[1]).read_text())
     fill(DOCS / "performance.md", "<!-- table -->", table(report))
     fill(DOCS / "rounding.md", "<!-- cost -->", cost_table(report))
+    fill(DOCS.parent / "README.md", "<!-- speed -->", short_table(report))
     plot(report, DOCS / "mamba2_decode.png")
 
 
