@@ -71,8 +71,9 @@ def measure(variant: Variant, tokens: int, device: str) -> dict[int, tuple[float
             inputs = tuple(row)
             _, exact = gdn.recurrent_step(exact, *inputs, A_log, dt_bias)
             _, plain = gdn.recurrent_step(plain, *inputs, A_log, dt_bias)
-        commit_gdn_replayssm_spec(cursors.write_pos, cursors.cache_base, cursors.is_flush,
-                                  torch.tensor([accepted], dtype=torch.int32, device=device), index, L, T, null_block_id=-1)
+        n = torch.tensor([accepted], dtype=torch.int32, device=device)
+        commit_gdn_replayssm_spec(cursors.write_pos, cursors.cache_base, cursors.is_flush, n, index, L, T,
+                                  null_block_id=-1)
         before, done = done, done + accepted
         for mark in MARKS:
             if before < mark <= done:
