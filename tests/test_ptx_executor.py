@@ -60,6 +60,18 @@ def test_integer_arithmetic(instruction: str, want: Callable[[int, int], int], s
 
 
 @pytest.mark.parametrize(("instruction", "want"), [
+    ("brev.b32 %r3, %r1", lambda a, b: int(f"{a:032b}"[::-1], 2)),
+    ("prmt.b32 %r3, %r1, %r2, 0x5410", lambda a, b: a & 0xFFFF | (b & 0xFFFF) << 16),
+    ("prmt.b32 %r3, %r1, %r2, 0x0F37", lambda a, b: a << 24 | (255 if b >> 31 else 0) << 16 | a >> 24 << 8 | b >> 24),
+    ("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %r1; mov.b32 %r3, {hi, lo}; }", lambda a, b: a >> 16 | a << 16)])
+def test_bits_and_bytes(instruction: str, want: Callable[[int, int], int]) -> None:
+    a, b, out = words(1), words(3), np.zeros(32, U32)
+    body = instruction if instruction[0] == "{" else instruction + ";"
+    run_snippet(f"{LOAD_TWO} {body}\n st.global.b32 [%rd3], %r3;", a, b, out, read_only=2)
+    assert out.tolist() == [want(x, y) & MASK for x, y in zip(a.tolist(), b.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize(("instruction", "want"), [
     ("mul.wide.u32 %rd4, %r1, %r2", lambda a, b: a * b),
     ("mul.wide.s32 %rd4, %r1, %r2", lambda a, b: signed(a) * signed(b)),
     ("cvt.s64.s32 %rd4, %r1", lambda a, b: signed(a)), ("cvt.u64.u32 %rd4, %r1", lambda a, b: a),
@@ -108,6 +120,31 @@ def test_packed_floats_and_stochastic_halves() -> None:
     high = numerics.to_f16_stochastic(a, (random >> 16 & 0x1FFF).astype(np.int64))
     low = numerics.to_f16_stochastic(b, (random & 0x1FFF).astype(np.int64))
     np.testing.assert_array_equal(out[64:], high.astype(U32) << 16 | low)
+
+
+def test_codes_and_halves() -> None:
+    """e4m3 codes in and out, fp16 arithmetic on both halves, and the random bits of four codes."""
+    a, b, out = words(11), np.linspace(-500, 500, 32).astype(F32), np.zeros(128, U32)
+    run_snippet(f"""{LOAD_TWO}
+        mov.b32 {{%rs1, %rs2}}, %r1;
+        cvt.rn.f16x2.e4m3x2 %r3, %rs1;
+        st.global.b32 [%rd3], %r3;
+        sub.rn.f16x2 %r4, %r3, 0x64003C00;
+        st.global.b32 [%rd3+128], %r4;
+        cvt.rn.satfinite.e4m3x2.f32 %rs3, %r2, 0f3F800000;
+        cvt.u32.u16 %r5, %rs3;
+        st.global.b32 [%rd3+256], %r5;
+        cvt.rs.satfinite.e4m3x4.f32 %r6, {{%r2, 0f3F880000, %r2, 0f3F880000}}, %r1;
+        st.global.b32 [%rd3+384], %r6;""", a, b, out, read_only=2)
+    halves = numerics.from_e4m3(np.stack([a & 255, a >> 8 & 255], 1)).astype(np.float16)
+    np.testing.assert_array_equal(out[:32].view(np.float16).reshape(32, 2), halves)
+    np.testing.assert_array_equal(out[32:64].view(np.float16).reshape(32, 2), halves - np.array([1, 1024], np.float16))
+    np.testing.assert_array_equal(out[64:96], numerics.to_e4m3(b).astype(U32) << 8 | 0x38)
+    mirrored = np.array([int(f"{x:032b}"[::-1], 2) for x in a.tolist()])
+    bits = [a & 0xFFFF, mirrored >> 16, a >> 16, mirrored & 0xFFFF]
+    for i, random in enumerate(bits):
+        x = np.full(32, 1.0625, F32) if i % 2 == 0 else b
+        np.testing.assert_array_equal(out[96:] >> 8 * i & 255, numerics.to_e4m3_stochastic(x, random.astype(np.int64)))
 
 
 @pytest.mark.parametrize(("mode", "by", "clamp", "source"), [

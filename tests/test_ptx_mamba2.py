@@ -170,10 +170,10 @@ def test_a_row_does_not_depend_on_its_batch(name: str) -> None:
 
 # ---- stochastic rounding ----------------------------------------------------------------------------
 
-def exact_case(name: str) -> Case:
+def exact_case(name: str, **options: Any) -> Case:
     """Flushes whose fp32 sums are exact in any order: no decay, few bits in every factor, more than are stored."""
-    case = case_of(name, cursors=[(0, True), (3, True), (15, True), (8, False), (1, True)], dt_values=(24.0,),
-                   dt_ring=[0.25 * (1 + j % 3) for j in range(16)])
+    case = case_of(name, **options, cursors=[(0, True), (3, True), (15, True), (8, False), (1, True)],
+                   dt_values=(24.0,), dt_ring=[0.25 * (1 + j % 3) for j in range(16)])
     gen = torch.Generator().manual_seed(4)
     case.buffers["A"].zero_()
     scales = {"state": 2.0 ** -3, "x": 2.0 ** -11, "x_cache": 2.0 ** -11, "B": 1.0, "B_cache": 1.0}

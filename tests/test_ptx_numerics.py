@@ -123,6 +123,26 @@ def test_stochastic_conversion_is_the_specification(f: Callable[..., np.ndarray]
     np.testing.assert_array_equal(f(x, random), want.view(np.uint16))
 
 
+def test_codes_of_eight_bits() -> None:
+    every = np.arange(256, dtype=np.uint16)
+    words = torch.from_numpy(every.astype(np.uint8)).view(torch.float8_e4m3fn)
+    np.testing.assert_array_equal(numerics.from_e4m3(every), words.float().numpy())
+    x = np.concatenate([floats(10, low=-12, high=12), NOT_FINITE, numerics.from_e4m3(every)])
+    nearest = torch.from_numpy(x).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    np.testing.assert_array_equal(numerics.to_e4m3(x), np.where(np.isnan(x), 0x7F, nearest))
+    random = np.random.default_rng(8).integers(0, 1 << 16, x.size)
+    want = round_stochastic(torch.from_numpy(x), torch.from_numpy(random), torch.float8_e4m3fn).view(torch.uint8)
+    np.testing.assert_array_equal(numerics.to_e4m3_stochastic(x, random), want.numpy())
+
+
+def test_conversions_to_integers() -> None:
+    x = np.array([0.5, 1.5, -2.5, 2.7, -2.7, 3e9, -3e9, 5e9, np.nan, np.inf], F32)
+    assert numerics.to_integer(x, True, np.int32).tolist() == [
+        0, 2, -2, 3, -3, 2 ** 31 - 1, -2 ** 31, 2 ** 31 - 1, 0, 2 ** 31 - 1]
+    assert numerics.to_integer(x, False, np.uint32).tolist() == [
+        0, 1, 0, 2, 0, 3000000000, 0, 2 ** 32 - 1, 0, 2 ** 32 - 1]
+
+
 @pytest.mark.parametrize(("f", "exact", "low", "high", "error"), [
     (numerics.ex2, np.exp2, -120, 120, 2.0 ** -22), (numerics.rcp, np.reciprocal, 1e-30, 1e30, 2.0 ** -23),
     (numerics.rsqrt, lambda x: 1 / np.sqrt(x), 1e-30, 1e30, 2.0 ** -22.9), (numerics.tanh, np.tanh, -5, 5, 2.0 ** -11),

@@ -22,7 +22,7 @@ APPROXIMATE = {"ex2": (numerics.ex2, 2.0 ** -22), "lg2": (numerics.lg2, 2.0 ** -
 
 
 def is_float(ins: Instruction) -> bool:
-    return any(m in ("f32", "f32x2") for m in ins.modifiers)
+    return any(m in ("f32", "f32x2", "f16x2") for m in ins.modifiers)
 
 
 def _rounded(ins: Instruction) -> tuple[str, ...]:
@@ -38,6 +38,8 @@ def add(b: Builder, ins: Instruction) -> Run:
         case ("f32", ("f16" | "bf16") as kind):
             widen = WIDEN[kind]
             return b.elementwise((kind, "f32"), "f32", lambda x, y: f(widen(x), y))
+        case ("f16x2",):
+            return b.elementwise(("f16x2", "f16x2"), "f16x2", lambda x, y: numerics.halves(f, x, y))
     raise ins.unknown()
 
 
@@ -67,8 +69,16 @@ def minmax(b: Builder, ins: Instruction) -> Run:
     raise ins.unknown()
 
 
+def div(b: Builder, ins: Instruction) -> Run:
+    if ins.modifiers == ("rn", "f32"):
+        return b.elementwise(("f32", "f32"), "f32", np.divide)
+    raise ins.unknown()
+
+
 @translates(*APPROXIMATE)
 def approximate(b: Builder, ins: Instruction) -> Run:
+    if (ins.name, *ins.modifiers) == ("rcp", "rn", "f32"):
+        return b.elementwise(("f32",), "f32", lambda x: np.float32(1) / x)
     f, error = APPROXIMATE[ins.name]
     if ins.modifiers not in (("approx", "f32"), ("approx", "ftz", "f32")):
         raise ins.unknown()
@@ -115,6 +125,16 @@ def cvt(b: Builder, ins: Instruction) -> Run:
             return _packed(b, "f16x2", numerics.to_f16_toward_zero)
         case ("rs", "satfinite", ("f16x2" | "bf16x2") as kind, "f32"):
             return _stochastic(b, kind)
+        case ("rn", "f16x2", "e4m3x2"):
+            return b.elementwise(("b16",), "f16x2", lambda x: _pack(
+                numerics.to_f16(numerics.from_e4m3(x >> 8)), numerics.to_f16(numerics.from_e4m3(x & 255))))
+        case ("rn", "satfinite", "e4m3x2", "f32"):
+            return b.elementwise(("f32", "f32"), "b16", lambda high, low: (
+                numerics.to_e4m3(high) << 8 | numerics.to_e4m3(low)).astype(np.uint16))
+        case ("rs", "satfinite", "e4m3x4", "f32"):
+            return _stochastic_codes(b)
+        case (("rni" | "rzi") as mode, ("s32" | "u32") as to, "f32"):
+            return b.elementwise(("f32",), to, lambda x: numerics.to_integer(x, mode == "rni", TYPES[to]))
         case ("rn", "f32", kind) if kind in INTEGERS:
             return b.elementwise((kind,), "f32", lambda x: x.astype(np.float32))
         case (to, kind) if to in INTEGERS and kind in INTEGERS:
@@ -139,3 +159,24 @@ def _stochastic(b: Builder, kind: str) -> Run:
         f, mask = numerics.to_bf16_stochastic, 0xFFFF
     return b.elementwise(("f32", "f32", "b32"), kind, lambda high, low, word: _pack(
         f(high, (word >> 16 & mask).astype(np.int64)), f(low, (word & mask).astype(np.int64))))
+
+
+def _stochastic_codes(b: Builder) -> Run:
+    """``cvt.rs.e4m3x4``: the first of the four becomes the highest byte; 16 random bits for each.
+
+    They are the word's low half for the lowest byte and its high half for the third; the second and the fourth
+    take the same halves in reverse order of bits (the project's reading of the manual).
+    """
+    sources, word = b.operand(1), b.read(b.operand(2), "b32")
+    if not isinstance(sources, tuple) or len(sources) != 4:
+        raise b.instruction.unknown()
+    values, put = [b.read(source, "f32") for source in reversed(sources)], b.write(b.operand(0), "b32")
+
+    def run(lanes: Lanes) -> None:
+        random = lanes.all(word(lanes))
+        mirrored, codes = numerics.reverse_bits(random), np.zeros(lanes.count, np.uint32)
+        for i, bits in enumerate((random & 0xFFFF, mirrored >> 16, random >> 16, mirrored & 0xFFFF)):
+            code = numerics.to_e4m3_stochastic(lanes.all(values[i](lanes)), bits.astype(np.int64))
+            codes |= code.astype(np.uint32) << 8 * i
+        put(lanes, codes)
+    return run

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.ptx import isa_float
+from tests.ptx import isa_float, numerics
 from tests.ptx.builder import TYPES, Array, Builder, Run, translates
 from tests.ptx.parser import Instruction
 
@@ -60,6 +60,8 @@ def mad(b: Builder, ins: Instruction) -> Run:
 @translates("div", "rem")
 def div(b: Builder, ins: Instruction) -> Run:
     """Toward zero; the remainder has the dividend's sign."""
+    if isa_float.is_float(ins):
+        return isa_float.div(b, ins)
     quotient = ins.name == "div"
 
     def f(x: Array, y: Array) -> Array:
@@ -118,6 +120,31 @@ def shift(b: Builder, ins: Instruction) -> Run:
         return moved if (signed and ins.name == "shr") or (amount < width).all() else \
             np.where(amount < width, moved, np.zeros(1, x.dtype))
     return b.elementwise((kind, "u32"), kind, f)
+
+
+@translates("brev")
+def brev(b: Builder, ins: Instruction) -> Run:
+    """Bits in reverse order."""
+    if ins.modifiers != ("b32",):
+        raise ins.unknown()
+    return b.elementwise(("b32",), "b32", numerics.reverse_bits)
+
+
+@translates("prmt")
+def prmt(b: Builder, ins: Instruction) -> Run:
+    """Four bytes out of the eight of two words; a selector's top bit takes the byte's sign instead."""
+    if ins.modifiers != ("b32",):
+        raise ins.unknown()
+
+    def f(low: Array, high: Array, selector: Array) -> Array:
+        pool, result = high.astype(np.uint64) << 32 | low, np.zeros(1, np.uint32)
+        for i in range(4):
+            pick = selector >> 4 * i & 15
+            byte = (pool >> (pick & 7).astype(np.uint64) * 8 & 255).astype(np.uint32)
+            byte = np.where(pick & 8, (byte >> 7) * 255, byte)
+            result = result | byte << 8 * i
+        return result.astype(np.uint32)
+    return b.elementwise(("b32",) * 3, "b32", f)
 
 
 @translates("setp")

@@ -76,11 +76,16 @@ BULK = {
 REGISTER = {
     "act-f32": Spec(NANO, f32, act=f32, case=FULL), "act-f16-sr": Spec(NANO, f16, act=f16, rounds=5),
     "act-f16-p80": Spec(SUPER, bf16, act=f16), "act-f32-l5": Spec(SUPER, f32, act=f32, buffer_len=5, case=BARE)}
+#: For the bulk design with an 8-bit checkpoint, codes beside a scale a row.
+CODED = {
+    "i8": Spec(NANO, torch.int8), "e4m3": Spec(NANO, torch.float8_e4m3fn), "i8-sr": Spec(NANO, torch.int8, rounds=5),
+    "e4m3-sr": Spec(NANO, torch.float8_e4m3fn, rounds=10), "p80-e4m3-sr": Spec(SUPER, torch.float8_e4m3fn, rounds=5)}
+CODED_NAMES = [f"bulk-{name}" for name in CODED]
 NAMES = [f"bulk-{name}" for name in BULK] + [f"register-{name}" for name in REGISTER]
 
 
 def spec_of(name: str) -> Spec:
-    return {**BULK, **REGISTER}[name.partition("-")[2]]
+    return {**BULK, **CODED, **REGISTER}[name.partition("-")[2]]
 
 
 def config_of(name: str, target: str) -> Mamba2Config:
@@ -155,7 +160,7 @@ def build(name: str, target: str) -> dict[str, object]:
 
 
 def main(target: str, folder: Path) -> None:
-    for name in NAMES:
+    for name in NAMES + CODED_NAMES:
         try:
             result = build(name, target)
         except Exception as error:

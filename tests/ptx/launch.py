@@ -23,7 +23,8 @@ from tests.ptx.code import Code
 from tests.ptx.machine import Machine
 from tests.ptx.memory import GlobalMemory
 
-#: The kernels' parameters in order; the seed's state and the number of items stand behind them.
+#: The kernels' parameters in order; the seed's state, the scales of an 8-bit checkpoint and the number of items
+#: stand behind them.
 ORDER = ("state", "x", "dt", "A", "B", "C", "D", "dt_bias", "z", "x_cache", "dt_cache", "B_cache", "write_pos",
          "is_flush", "state_batch_indices", "null_block_id", "out")
 ROWS = ("x", "B", "C", "z", "out")
@@ -81,6 +82,10 @@ def launch(kernel: Kernel, case: Case, options: Options | None = None) -> Machin
         memory.map(FIRST_ADDRESS - SPACING, _bytes(options.dice), "seed", True)
         params += struct.pack("<q", FIRST_ADDRESS - SPACING)
         sizes.append(8)
+    if "state_scale" in case.buffers:
+        part = _map(memory, case, "state_scale", FIRST_ADDRESS + len(ORDER) * SPACING, options.first_slot)
+        params += part
+        sizes.append(len(part))
     H, P = case.views["x"].size[1:]
     heads = H * (P // kernel.config.tile_p)
     grid = (heads, len(case.slots), 1)
@@ -121,7 +126,7 @@ def _map(memory: GlobalMemory, case: Case, name: str, address: int, first_slot: 
         memory.map(address + number * view.stride[0] * item, raw[first:first + length * item],
                    f"{name}[{number}]", writable)
 
-    if name in POOLS:
+    if name in (*POOLS, "state_scale"):
         for slot in sorted({case.slots[b] for b in case.live}):
             row(slot + first_slot, slot, int(np.prod(view.size[1:])), True)
         return _tensor(address, (view.size[0] + first_slot,), view.stride[:1])

@@ -6,6 +6,8 @@ computed in float64 and rounded once, which lies within their documented error.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -120,6 +122,58 @@ def to_bf16_stochastic(x: Array, random: Array) -> Array:
     raw = x.view(np.uint32).astype(np.int64)
     pattern = np.minimum((raw & 0x7FFFFFFF) + random, 0x7F7FFFFF) >> 16 | raw >> 31 << 15
     return _finite(pattern.astype(np.uint16), x, 0x7F7F)
+
+
+def from_e4m3(code: Array) -> Array:
+    """Low bytes -> float32; exponent biased by 7, no infinities, a NaN of each sign."""
+    exponent, mantissa = code.astype(np.int64) >> 3 & 15, code.astype(np.int64) & 7
+    magnitude = np.ldexp(np.where(exponent > 0, mantissa + 8, mantissa), np.maximum(exponent, 1) - 10)
+    magnitude = np.where(code & 0x7F == 0x7F, np.nan, magnitude)
+    return np.where(code & 0x80, -magnitude, magnitude).astype(np.float32)
+
+
+def to_e4m3(x: Array) -> Array:
+    """``cvt.rn.satfinite.e4m3x2.f32``, one half of it."""
+    magnitude, exponent = _binade_of_e4m3(x)
+    return _e4m3(x, (exponent + 6 << 3) + np.rint(np.ldexp(magnitude, 3 - exponent)))
+
+
+def to_e4m3_stochastic(x: Array, random: Array) -> Array:
+    """``cvt.rs.satfinite.e4m3x4.f32``, one value of it, with 16 random bits."""
+    magnitude, exponent = _binade_of_e4m3(x)
+    steps = np.floor(np.floor(np.ldexp(magnitude, 19 - exponent)) / 65536 + random / 65536)
+    return _e4m3(x, (exponent + 6 << 3) + steps)
+
+
+def _binade_of_e4m3(x: Array) -> tuple[Array, Array]:
+    """(magnitude, its exponent) as float64 and an integer; that of the smallest normal number or more."""
+    magnitude = np.minimum(np.abs(x.astype(np.float64)), 1024.0)
+    return magnitude, np.where(magnitude > 0, np.maximum(np.frexp(magnitude)[1] - 1, -6), -6)
+
+
+def _e4m3(x: Array, code: Array) -> Array:
+    """Codes of given magnitudes, with the sign of x; the largest finite one where they are larger, NaN of NaN."""
+    finite = np.minimum(np.nan_to_num(code, nan=0.0), 0x7E).astype(np.uint16) | np.signbit(x).astype(np.uint16) << 7
+    return np.where(np.isnan(x), 0x7F, finite).astype(np.uint16)
+
+
+def to_integer(x: Array, nearest: bool, dtype: type[np.generic]) -> Array:
+    """``cvt.rni`` or ``cvt.rzi``: saturating, 0 of NaN."""
+    limits, whole = np.iinfo(dtype), np.rint(x) if nearest else np.trunc(x)
+    return np.clip(np.nan_to_num(whole.astype(np.float64), nan=0.0), limits.min, limits.max).astype(dtype)
+
+
+def halves(f: Callable[[Array, Array], Array], x: Array, y: Array) -> Array:
+    """A function of fp16 applied to both halves of packed words."""
+    a, b = np.broadcast_arrays(x, y)
+    return f(np.ascontiguousarray(a).view(np.float16), np.ascontiguousarray(b).view(np.float16)).view(np.uint32)
+
+
+def reverse_bits(x: Array) -> Array:
+    """Words of 32 bits, the lowest bit first."""
+    for distance, mask in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF), (16, 0x0000FFFF)):
+        x = (x >> distance & mask) | (x & mask) << distance
+    return x
 
 
 def _finite(bits: Array, x: Array, largest: int) -> Array:

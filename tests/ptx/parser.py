@@ -80,7 +80,7 @@ class Program:
 BITS = {"pred": 1, "b16": 16, "b32": 32, "b64": 64, "f32": 32, "f64": 64, "u32": 32, "u64": 64}
 _HEAD = re.compile(r"\.entry\s+\S+?\((.*?)\)\s*((?:\.\w+[^\n{]*\n)*)\s*\{", re.S)
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(\w+)(?:\[(\d+)\])?")
-_REG = re.compile(r"\.reg\s+\.(\w+)\s+(%?\w+)(<\d+>)?\s*;")
+_REG = re.compile(r"\.reg\s+\.(\w+)\s+([^;]+);")
 _INSTRUCTION = re.compile(r"(?:@(!?)(%?\w+)\s+)?([a-z][\w.:]*)\s*(.*);", re.S)
 _IGNORED = (".pragma", ".loc", ".file", ".section")
 
@@ -120,36 +120,54 @@ def _parse_body(program: Program, lines: list[str], first: int) -> None:
     """Read lines up to the brace that closes the entry. Names of inner scopes get the scope's number."""
     scopes: list[dict[str, str]] = [{}]
     serial = 0
-    for number, raw in enumerate(lines, first):
-        line = raw.split("//")[0].strip()
-        if not line or line.startswith(_IGNORED):
-            continue
+    statements = _statements(lines, first)
+    for i, (number, line) in enumerate(statements):
         if line == "{":
             serial += 1
-            scopes.append(_scope_names(lines[number - first + 1:], serial))
+            scopes.append(_scope_names([text for _, text in statements[i + 1:]], serial))
         elif line == "}":
             scopes.pop()
             if not scopes:
                 return
         elif label := re.fullmatch(r"([\w$]+):", line):
             program.labels[scopes[-1].get(label[1], label[1])] = len(program.body)
-        elif register := _REG.fullmatch(line):
-            program.registers[scopes[-1].get(register[2], register[2])] = BITS[register[1]]
+        elif declared := _REG.fullmatch(line):
+            for name in _declared(declared[2]):
+                program.registers[scopes[-1].get(name, name)] = BITS[declared[1]]
         else:
             program.body.append(_instruction(line, number, scopes[-1]))
     raise UnknownInstructionError("the entry's closing brace is missing")
 
 
+def _statements(lines: list[str], first: int) -> list[tuple[int, str]]:
+    """Numbered statements, labels and braces; a scope that stands on one line is taken apart."""
+    found = []
+    for number, raw in enumerate(lines, first):
+        line = raw.split("//")[0].strip()
+        if not line or line.startswith(_IGNORED):
+            continue
+        if line.startswith("{") and len(line) > 1:
+            inner = [f"{text.strip()};" for text in line[1:].removesuffix("}").split(";") if text.strip()]
+            found += [(number, text) for text in ("{", *inner, "}")]
+        else:
+            found.append((number, line))
+    return found
+
+
+def _declared(names: str) -> list[str]:
+    """Names, or prefixes of names, of a .reg directive."""
+    return [name.strip().partition("<")[0] for name in names.split(",")]
+
+
 def _scope_names(lines: list[str], serial: int) -> dict[str, str]:
     """New names of the registers and labels that a scope declares."""
-    names: dict[str, str] = {}
-    for raw in lines:
-        line = raw.split("//")[0].strip()
-        if line == "}":
-            break
-        if found := _REG.fullmatch(line) or re.fullmatch(r"()([\w$]+):", line):
-            names[found[2]] = f"{found[2]}@{serial}_"
-    return names
+    names: list[str] = []
+    for line in lines[:lines.index("}")]:
+        if declared := _REG.fullmatch(line):
+            names += _declared(declared[2])
+        elif label := re.fullmatch(r"([\w$]+):", line):
+            names.append(label[1])
+    return {name: f"{name}@{serial}_" for name in names}
 
 
 def _instruction(line: str, number: int, names: dict[str, str]) -> Instruction:
