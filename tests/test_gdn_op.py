@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from replayssm_cute import demo, dispatch, gdn_dispatch
+from replayssm_cute.backends import gdn_triton
 from replayssm_cute.errors import ArgumentError, UnsupportedError
 from replayssm_cute.gdn import (
     fused_recurrent_linear_replayssm_decode,
@@ -135,10 +136,11 @@ def test_ring_lengths_of_verify() -> None:
         gdn_replayssm_spec_decode(**{**options, "max_cache_len": 24})
 
 
-def test_named_backends() -> None:
-    case = make_case()
+def test_named_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(K=9)
     with pytest.raises(ArgumentError, match="backend"):
         gdn_replayssm_decode(**decode_options(case), backend="cute-dsl")
+    monkeypatch.setattr(gdn_triton, "_interpreting", lambda: False)
     with pytest.raises(UnsupportedError, match="no GPU"):
         gdn_replayssm_decode(**decode_options(case), backend="triton")
     gdn_replayssm_decode(**decode_options(case), backend="torch")

@@ -27,6 +27,7 @@ from tests.gdn_cases import Case, check_step, make_case, problem_of
 from tests.gdn_chain import NULL, Chain, Shape, acceptance, reference_reset
 from tests.interpreter import interpreted_import
 
+interpreted_import("fallback_triton.mamba2")  # by which the backend sees that kernels are interpreted
 gdn_decode, gdn_verify, gdn_fold, gdn_step, gdn_cursors = (
     interpreted_import(f"fallback_triton.gdn_{name}") for name in ("decode", "verify", "fold", "step", "cursors"))
 
