@@ -251,6 +251,23 @@ def test_snapshot_and_retirement() -> None:
     assert cursors.write_pos[chain.live_keys].tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("reset", [True, False])
+def test_a_reused_slot(reset: bool) -> None:
+    """A new request in an old slot: with its ring reset it sees nothing of the one before; without, it does."""
+    chain = Chain(Shape())
+    reset_gdn_replayssm_spec(**chain.cursors, replay_indices=chain.indices["replay_indices"], max_cache_len=16,  # type: ignore[arg-type]
+                             max_spec_len=4, null_block_id=NULL)
+    chain.step(verify, commit, torch.tensor([3, 4, 2]))
+    chain.state[chain.slots[0]] = 0
+    chain.shadow[0] = 0
+    if reset:
+        reset_gdn_replayssm_spec(**chain.cursors, replay_indices=chain.keys[:1], max_cache_len=16, max_spec_len=4,
+                                 null_block_id=NULL)
+    chain.output_error = 0.0
+    chain.step(verify, commit, torch.tensor([4, 1, 2]))
+    assert (chain.output_error < 1e-2) is reset
+
+
 def test_fold_errors() -> None:
     state, cursors, keys = torch.zeros(2, 3, 2, 4, 4), GdnCursors.allocate(3), torch.tensor([0, 1]).int()
     pool = allocate_gdn_pool(3, GdnGeometry(1, 2, 4, 4), 8, layers=2, exact_fold=True)
