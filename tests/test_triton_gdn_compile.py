@@ -38,3 +38,10 @@ def test_decode_leaves_room_for_bytes_in_flight() -> None:
     [row] = [r for r in compiled("sm_90") if r["label"] == "decode float32" and r["kernel"] == "decode"]
     programs = 65536 // (row["threads"] * -(-row["registers"] // 8) * 8)
     assert programs * row["state_bytes"] >= 80 * 1024, row
+
+
+def test_what_is_prepared_never_compiles_again() -> None:
+    """On a driver that is only pretended: one load a problem at any batch, stride and slot, other problems apart."""
+    [result] = results("fake_gpu_gdn.py")
+    assert result["loaded"] == {"decode_kernel": 9, "verify_kernel": 4, "fold_kernel": 1, "commit_kernel": 2,
+                                "reset_kernel": 1, "step_kernel": 1}
