@@ -142,7 +142,8 @@ def test_targets_agree_bit_for_bit(name: str) -> None:
     assert_same_bits(step(name, "sm_90a", case, races=False), step(name, "sm_100a", case, races=False))
 
 
-@pytest.mark.parametrize(("name", "other"), [("bulk-f16", "bulk-f16-tile16"), ("bulk-bf16-sr", "bulk-bf16-sr-tile32")])
+@pytest.mark.parametrize(("name", "other"), [("bulk-f16", "bulk-f16-tile16"), ("bulk-f16", "bulk-f16-prefetch"),
+                                             ("bulk-bf16-sr", "bulk-bf16-sr-tile32")])
 def test_tiles_and_stages_do_not_show(name: str, other: str) -> None:
     case = case_of(name)
     assert_same_bits(step(name, "sm_100a", case), step(other, "sm_100a", case))

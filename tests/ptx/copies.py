@@ -60,9 +60,18 @@ class Copies:
                 self._machine.races.copy_out(copy.cta, int(lanes.thread[i]), copy.offset, copy.size)
             self._open.setdefault(int(lanes.index[i]), []).append(copy)
 
+    def prefetch(self, source: Array, size: Array) -> None:
+        """``cp.async.bulk.prefetch.L2``: nothing but an access, which must be as right as any."""
+        for i in range(source.size):
+            self._check_size(int(size[i]))
+            self._machine.memory.places(source[i:i + 1], int(size[i]), UNIT, False)
+
+    def _check_size(self, size: int) -> None:
+        if size % UNIT or size <= 0:
+            raise MemoryFault(f"a bulk copy of {size} bytes")
+
     def _copy(self, lanes: Lanes, i: int, shared: Array, address: Array, size: Array, barrier: int) -> Copy:
-        if size[i] % UNIT or size[i] == 0:
-            raise MemoryFault(f"a bulk copy of {size[i]} bytes")
+        self._check_size(int(size[i]))
         offset = self._machine.shared.offsets(shared[i:i + 1], int(size[i]), UNIT)
         self._machine.memory.places(address[i:i + 1], int(size[i]), UNIT, barrier < 0)
         return Copy(int(lanes.cta[i]), int(offset[0]), int(address[i]), int(size[i]), barrier)

@@ -53,7 +53,8 @@ def _pack(b: Builder, kind: str, target: Operand, source: tuple[str, ...]) -> Ru
 
 @translates("ld")
 def ld(b: Builder, ins: Instruction) -> Run:
-    space, kind, count = _access(ins)
+    relaxed = ins.modifiers[:2] == ("relaxed", "gpu")
+    space, kind, count = _access(ins, ins.modifiers[2:] if relaxed else ins.modifiers)
     targets, address = _vector(b, b.operand(0), count), b.operand(1)
     puts = [b.write(target, kind) for target in targets]
     width = np.dtype(TYPES[kind]).itemsize
@@ -63,7 +64,7 @@ def ld(b: Builder, ins: Instruction) -> Run:
 
     def run(lanes: Lanes) -> None:
         if space == "global":
-            values = lanes.machine.load_global(lanes, at(lanes), width, count)
+            values = lanes.machine.load_global(lanes, at(lanes), width, count, relaxed)
         else:
             values = lanes.machine.load_shared(lanes, at(lanes), width, count)
         for put, value in zip(puts, values, strict=True):
@@ -84,7 +85,7 @@ def _ld_param(b: Builder, kind: str, put: Writer, address: Operand) -> Run:
 
 @translates("st")
 def st(b: Builder, ins: Instruction) -> Run:
-    space, kind, count = _access(ins)
+    space, kind, count = _access(ins, ins.modifiers)
     if space == "param":
         raise ins.unknown()
     at = b.address(b.operand(0), "u64" if space == "global" else "u32")
@@ -100,9 +101,9 @@ def st(b: Builder, ins: Instruction) -> Run:
     return run
 
 
-def _access(ins: Instruction) -> tuple[str, str, int]:
+def _access(ins: Instruction, modifiers: tuple[str, ...]) -> tuple[str, str, int]:
     """(space, type, vector length) of a load or store."""
-    space, *rest = ins.modifiers
+    space, *rest = modifiers
     rest = [m for m in rest if m not in CACHE_HINTS]
     count = VECTORS.get(rest[0], 1) if rest else 1
     kind = rest[-1] if len(rest) == 1 + (count > 1) else ""

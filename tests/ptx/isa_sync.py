@@ -98,6 +98,9 @@ def cp(b: Builder, ins: Instruction) -> Run:
         case ("async", "bulk", "wait_group", *rest) if rest in ([], ["read"]) and len(ins.operands) == 1:
             pending = int(str(ins.operands[0]), 0)
             return lambda lanes: lanes.machine.copies.wait(lanes, pending)
+    if ins.modifiers == ("async", "bulk", "prefetch", "L2", "global"):
+        source, size = b.address(b.operand(0), "u64"), b.read(b.operand(1), "u32")
+        return lambda lanes: lanes.machine.copies.prefetch(source(lanes), lanes.all(size(lanes)))
     if ins.modifiers == BULK_STORE:
         b.expect(3)
         target, source = b.address(b.operand(0), "u64"), b.address(b.operand(1), "u32")

@@ -38,6 +38,7 @@ class Spec:
         shape: H, P, N, G.
         rounds: of the random generator; 0 rounds to nearest.
         tile_p, stages: of the bulk design, instead of the heuristic's.
+        prefetch: as in ``Mamba2Config``.
         case: further arguments of ``tests.cases.make_case``.
     """
 
@@ -48,6 +49,7 @@ class Spec:
     rounds: int = 0
     tile_p: int = 0
     stages: int = 0
+    prefetch: bool = False
     case: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def problem(self) -> Mamba2Problem:
@@ -71,6 +73,7 @@ BULK = {
     "n256-f32": Spec(WIDE, f32, case=BARE), "n256-f16": Spec(WIDE, f16, case=FULL),
     "f16-tile16": Spec(NANO, f16, tile_p=16, stages=1),
     "bf16-sr-tile32": Spec(NANO, bf16, rounds=10, tile_p=32, stages=4),
+    "f16-prefetch": Spec(NANO, f16, prefetch=True),
     "l36-f16": Spec(NANO, f16, buffer_len=36), "l4-bf16": Spec(NANO, bf16, buffer_len=4, case=BARE)}
 #: For the register design.
 REGISTER = {
@@ -95,7 +98,7 @@ def config_of(name: str, target: str) -> Mamba2Config:
                   if c.design == name.partition("-")[0] and validate(spec.problem(), c, device))
     if spec.tile_p:
         config = replace(config, tile_p=spec.tile_p, threads=2 * spec.tile_p, stages=spec.stages, min_ctas=1)
-    return config
+    return replace(config, prefetch=True) if spec.prefetch else config
 
 
 @functools.cache

@@ -237,8 +237,10 @@ class Machine:
         if not self._waited[lanes.index].all():
             raise BarrierError("global memory is accessed before griddepcontrol.wait")
 
-    def load_global(self, lanes: Lanes, address: Array, width: int, count: int) -> list[Array]:
-        self.check_dependent(lanes)
+    def load_global(self, lanes: Lanes, address: Array, width: int, count: int, relaxed: bool = False) -> list[Array]:
+        """A relaxed load may come before the wait: it says that it knows its value to be stale at times."""
+        if not relaxed:
+            self.check_dependent(lanes)
         return self.memory.load(address, width, count)
 
     def store_global(self, lanes: Lanes, address: Array, values: list[Array]) -> None:
