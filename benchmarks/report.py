@@ -1,6 +1,6 @@
 """Turn benchmark results into the tables and the plot of the docs.
 
-    python -m benchmarks.report benchmarks/results/mamba2_decode_h200.json
+    python -m benchmarks.report benchmarks/results/h200/*.json
 
 Replaces what stands between ``<!-- table -->`` and ``<!-- end -->`` in docs/performance.md, behind
 ``<!-- cost -->`` in docs/rounding.md and behind ``<!-- speed -->`` in the README, and writes
@@ -24,10 +24,20 @@ END = "<!-- end -->"
 COLOURS = {"cute": "tab:green", "triton": "tab:blue", "per-step": "tab:grey"}
 
 
+def load(paths: list[str]) -> dict[str, Any]:
+    """Runs on one device as one report, the fullest first; each row keeps the copy bandwidth of its run."""
+    runs = sorted((json.loads(Path(path).read_text()) for path in paths), key=lambda run: -len(run["rows"]))
+    copies = [run["provenance"]["copy_gbps"] for run in runs]
+    rows = [{**row, "copy_gbps": copy} for run, copy in zip(runs, copies, strict=True) for row in run["rows"]]
+    assert len({run["provenance"]["device"] for run in runs}) == 1, "one device a report"
+    return {"provenance": {**runs[0]["provenance"], "copies": copies}, "rows": rows}
+
+
 def heading(provenance: dict[str, Any]) -> str:
     p = provenance
+    copies = [f"{edge(p['copies']) / 1000:.2f}" for edge in (min, max)]
     return (f"{p['device']} ({p['sms']} multiprocessors), torch {p['torch']}, Triton {p['triton']}, CuTe DSL "
-            f"{p['cutlass_dsl']}, {p['date'][:10]}; large copy in the same run: {p['copy_gbps'] / 1000:.2f} TB/s.")
+            f"{p['cutlass_dsl']}, {p['date'][:10]}; large copy in the same runs: {' to '.join(copies)} TB/s.")
 
 
 def nearest(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -80,9 +90,9 @@ def cost_table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(axis: Any, rows: list[dict[str, Any]], copy: float) -> None:
-    """One panel: the rows of a layer and dtype against the batch; ``copy`` in bytes a second."""
-    first = rows[0]
+def draw(axis: Any, rows: list[dict[str, Any]]) -> None:
+    """One panel: the rows of a layer and dtype against the batch."""
+    first, copy = rows[0], rows[0]["copy_gbps"] * 1e9
     step_bytes = mamba2_step_bytes(parse_geometry(first["geometry"]), first["buffer_len"],
                                    getattr(torch, first["state_dtype"]), replay=False)
     batches = [r["batch"] for r in rows]
@@ -110,7 +120,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     for i, geometry in enumerate(geometries):
         for j, dtype in enumerate(dtypes):
             rows = [r for r in points if (r["geometry"], r["state_dtype"]) == (geometry, dtype)]
-            draw(axes[i][j], rows, report["provenance"]["copy_gbps"] * 1e9)
+            draw(axes[i][j], rows)
             axes[i][j].set_title(f"{geometry}, state {dtype}", fontsize=9)
     for axis in axes[-1]:
         axis.set_xlabel("batch")
@@ -131,7 +141,7 @@ def fill(page: Path, begin: str, content: str) -> None:
 
 
 def main() -> None:
-    report = json.loads(Path(sys.argv[1]).read_text())
+    report = load(sys.argv[1:])
     fill(DOCS / "performance.md", "<!-- table -->", table(report))
     fill(DOCS / "rounding.md", "<!-- cost -->", cost_table(report))
     fill(DOCS.parent / "README.md", "<!-- speed -->", short_table(report))

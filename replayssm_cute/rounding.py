@@ -189,7 +189,8 @@ def row_scale(value: Tensor, dtype: torch.dtype) -> Tensor:
     NaN where the row holds an infinity or a NaN, which has no code: the whole row is then NaN.
     """
     largest = value.abs().amax(-1)
-    scale = (largest / LARGEST_CODE[dtype]).clamp(min=SMALLEST_SCALE)
+    # Not by a scalar: torch multiplies by its reciprocal on a GPU, which is another number.
+    scale = (largest / torch.full_like(largest, LARGEST_CODE[dtype])).clamp(min=SMALLEST_SCALE)
     return torch.where(largest < torch.inf, scale, torch.nan)
 
 
