@@ -165,9 +165,9 @@ def run(problem: Mamba2Problem, batch: int, device: torch.device, backend: str |
             launch = prepare(problem, batch, device, after=launch.backend)
 
 
-def explain(problem: Mamba2Problem, batch: int, device: torch.device | str | None = None) -> str:
+def explain(problem: Mamba2Problem, batch: int, device: torch.device | str | Arch | None = None) -> str:
     """The decision for a problem, one line a backend in the order of preference."""
-    arch = archs.of(device if device is not None else archs.default_device())
+    arch = device if isinstance(device, Arch) else archs.of(archs.default_device() if device is None else device)
     lines = [f"{describe(problem)}, batch {batch}, on {arch}:"]
     chosen = False
     for c in candidates(problem, batch, arch):

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from fallback_triton import mamba2_config as triton_config
 from replayssm_cute import arch as archs
-from replayssm_cute import dispatch
 from replayssm_cute.arch import Arch
 from replayssm_cute.kernels import mamba2_config as cute_config
 from replayssm_cute.kernels.targets import for_capability
 from replayssm_cute.registry import tuned
 from replayssm_cute.registry.models import all_models
-from replayssm_cute.types import SUPPORTED, Mamba2Geometry, Mamba2Problem
-from replayssm_tune import cli, measure, workload
+from replayssm_cute.types import Mamba2Geometry, Mamba2Problem
+from replayssm_tune import cli, measure, run, workload
 from replayssm_tune.space import candidates
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -81,44 +78,6 @@ def test_the_workload_flushes_every_row_once_a_cycle() -> None:
         assert sum(p.state.numel() * 2 for p in w.pools) >= 1e5
 
 
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A backend whose candidates, errors and times are set by the test."""
-    made: dict[str, Any] = {"times": {}, "errors": {}, "order": []}
-
-    def prepare(problem: Mamba2Problem, arch: Arch, batch: int, config: dict[str, Any]) -> str:
-        if config["name"] == "broken":
-            raise RuntimeError("does not compile")
-        made["order"].append(config["name"])
-        return str(config["name"])
-
-    module = SimpleNamespace(supports=lambda problem, arch: SUPPORTED, prepare=prepare)
-    monkeypatch.setattr(dispatch, "backend_module", lambda name: module)
-    monkeypatch.setattr(archs, "of", lambda device: H200)
-    monkeypatch.setattr(measure, "candidates", lambda *args: [{"name": n} for n in made["names"]])
-    monkeypatch.setattr(measure, "output_error", lambda w, launch: made["errors"].get(launch, 1e-3))
-    monkeypatch.setattr(measure, "time_replay", lambda w, launch: {"us": made["times"][launch]})
-    monkeypatch.setattr(measure, "problem_of", lambda w: problem())
-    return made
-
-
-def test_the_fastest_right_candidate_wins(fake: dict[str, Any]) -> None:
-    fake.update(names=["default", "broken", "wrong", "good", "slow"], errors={"wrong": 1.0},
-                times={"default": 10.0, "wrong": 1.0, "good": 8.0, "slow": 20.0})
-    said: list[str] = []
-    w = SimpleNamespace(batch=64)
-    assert measure.best("cute", w, w, 60, said.append) == {  # type: ignore[arg-type]
-        "config": {"name": "good"}, "us": 8.0, "runner_up": {"config": {"name": "default"}, "us": 10.0}}
-    assert len(said) == 2 and "does not compile" in said[0] and "wrong by 1.0e+00" in said[1]
-
-
-def test_without_time_the_default_is_still_measured(fake: dict[str, Any]) -> None:
-    fake.update(names=["default", "good"], times={"default": 10.0, "good": 8.0})
-    w = SimpleNamespace(batch=64)
-    found = measure.best("cute", w, w, -1.0, print)  # type: ignore[arg-type]
-    assert found == {"config": {"name": "default"}, "us": 10.0, "runner_up": None}
-
-
 def test_rows_are_merged_by_their_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archs, "of", lambda device: H200)
     for batch, us in ((1, 3.0), (64, 21.0), (64, 20.0)):
@@ -126,7 +85,7 @@ def test_rows_are_merged_by_their_key(tmp_path: Path, monkeypatch: pytest.Monkey
         w.batch = batch
         entries = {"cute": {"config": {"a": 1}, "us": us, "runner_up": None}}
         cli.merge_row(tmp_path / "new", NANO, "float16", INFO, measure.registry_row(w, entries, 40.0, 4e12))
-    path, = (tmp_path / "new").iterdir()
+    path, = (tmp_path / "new").glob("*.json")
     file = tuned.load_file(path)
     assert [(r.batch, r.backends["cute"].us) for r in file.rows] == [(1, 3.0), (64, 20.0)]
     assert file.rows[0].per_step_us == 40.0 and 0 < (file.rows[1].copy_percent or 0) < 200
@@ -149,7 +108,7 @@ def test_check_names_the_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_run_says_that_it_needs_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(run, "gpu_is_here", lambda: False)
     assert cli.main(["run", "--geometry", "64x64x128/8"]) == 2
     assert "no GPU" in capsys.readouterr().err
 

@@ -49,7 +49,7 @@ from replayssm_cute.registry.tuned_file import (
 from replayssm_cute.types import Mamba2Problem
 
 __all__ = ["Provenance", "TunedEntry", "TunedFile", "TunedRow", "clear_cache", "fastest", "file_name",
-           "load_file", "lookup", "rows_for", "write_rows"]
+           "files", "load_file", "lookup", "rows_for", "write_rows"]
 
 log = logging.getLogger("replayssm_cute")
 
@@ -122,7 +122,7 @@ def _ratio(a: int, b: int) -> Fraction:
 def _tables() -> dict[tuple[str, int, int, str], dict[str, dict[tuple[int, ...], TunedRow]]]:
     """All rows by shape, device and row key; the user's folder is laid over the shipped one."""
     tables: dict[tuple[str, int, int, str], dict[str, dict[tuple[int, ...], TunedRow]]] = {}
-    for path in _files():
+    for path in files():
         try:
             file = load_file(path)
         except RegistryError as error:
@@ -133,7 +133,7 @@ def _tables() -> dict[tuple[str, int, int, str], dict[str, dict[tuple[int, ...],
     return tables
 
 
-def _files() -> list[Path]:
+def files() -> list[Path]:
     """Shipped files, then the user's, each in the order of their names."""
     found = sorted(SHIPPED_FOLDER.glob("*.json"))
     user = os.environ.get(USER_FOLDER_VARIABLE)

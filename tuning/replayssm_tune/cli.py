@@ -1,105 +1,44 @@
-"""The command ``replayssm-tune``: list, explain, run, check."""
+"""The command ``replayssm-tune``. In the order of the work: list, explain, run, show, report, check, export."""
 
 from __future__ import annotations
 
 import argparse
-import functools
-import json
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
+from rich.console import Console
 
-import replayssm_cute
-from replayssm_cute import arch as archs
-from replayssm_cute import dispatch
-from replayssm_cute.errors import ReplayError, UnsupportedError
-from replayssm_cute.registry import models, tuned
-from replayssm_cute.types import Mamba2Geometry, Mamba2Problem
+from replayssm_cute.errors import ArgumentError, ReplayError
+from replayssm_cute.registry import tuned
+from replayssm_tune import survey
+from replayssm_tune.rows import merge_row
+from replayssm_tune.subject import Subject, find, parse_geometry
+
+__all__ = ["main", "merge_row", "parse_geometry"]
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-METHOD = "CUDA graph of whole staggered ring cycles, cold L2, median of 7 samples"
-
-
-def parse_geometry(text: str) -> Mamba2Geometry:
-    """``HxPxN/G``, the heads of one rank."""
-    try:
-        shape, groups = text.split("/")
-        nheads, headdim, dstate = map(int, shape.split("x"))
-        return Mamba2Geometry(nheads, headdim, dstate, int(groups))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not HxPxN/G: {error}") from None
-
-
-def geometry_of(args: argparse.Namespace) -> Mamba2Geometry:
-    """The rank's geometry that --model and --tp, or --geometry, ask for."""
-    return args.geometry if args.geometry else models.get(args.model).geometry.shard(args.tp)
+STATE_DTYPES = ("float32", "float16", "bfloat16")
 
 
 def command_list(args: argparse.Namespace) -> None:
-    """Every model and the devices with rows for its heads."""
-    for model in models.all_models():
-        g = model.geometry
-        shape = f"headdim={g.headdim},dstate={g.dstate},"
-        files = (p for p in tuned.SHIPPED_FOLDER.glob("*.json") if shape in p.name)
-        devices = sorted({p.stem.split("device_name=")[1] for p in files})
-        print(f"{model.name:34s} {g!s:14s} {', '.join(devices) or 'no tuned rows'}")
+    """Models, the devices with rows for their heads, and what is missing."""
+    survey.list_models(Console(), args.device)
 
 
 def command_explain(args: argparse.Namespace) -> None:
-    """What would serve here, and why."""
-    act = torch.bfloat16
-    for name in args.state_dtype:
-        problem = Mamba2Problem(geometry_of(args), args.buffer_len, getattr(torch, name), act, act, act, torch.int8,
-                                torch.int32, dt_bias_dtype=act, D_dtype=act)
-        for batch in args.batch:
-            print(dispatch.explain(problem, batch))
+    """What would serve a model here, and why."""
+    survey.explain(subject_of(args), args.state_dtype, args.buffer_len, args.batch, args.device)
 
 
 def command_run(args: argparse.Namespace) -> None:
     """Measure on the GPU here and write registry rows."""
-    if not torch.cuda.is_available():
-        raise UnsupportedError("replayssm-tune run", "there is no GPU to measure on")
-    from replayssm_tune.measure import measure_rows
-    from replayssm_tune.timing import copy_bandwidth, provenance
-
-    geometry, folder = geometry_of(args), Path(args.out)
-    bandwidth = copy_bandwidth()
-    info = provenance(bandwidth)
-    seconds = args.budget / (len(args.state_dtype) * len(args.batch) * len(args.backend))
-    for name in args.state_dtype:
-        measure_rows(geometry, args.buffer_len, getattr(torch, name), args.batch, args.backend, seconds, bandwidth,
-                     functools.partial(print, flush=True), functools.partial(merge_row, folder, geometry, name, info))
-
-
-def merge_row(folder: Path, geometry: Mamba2Geometry, state_dtype: str, info: dict[str, Any],
-               row: dict[str, Any]) -> None:
-    """Write a row into the file of a folder that holds its kind; it replaces the row of the same key.
-
-    Args:
-        state_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
-        info: ``timing.provenance``.
-    """
-    arch = archs.of("cuda")
-    record = {"device": arch.name, "capability": info["capability"], "sms": info["sms"], "torch": info["torch"],
-              "triton": info["triton"], "cutlass_dsl": info["cutlass_dsl"], "package": replayssm_cute.__version__,
-              "date": info["date"][:10], "method": METHOD, "predicted": False}
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / tuned.file_name(dispatch.OP, geometry.headdim, geometry.dstate, state_dtype, arch.name)
-    held = {} if not path.exists() else {key(row): row for row in stored_rows(path)}
-    tuned.write_rows(path, record, {**held, key(row): row}.values())
-
-
-def stored_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a well-formed file as it holds them."""
-    tuned.load_file(path)
-    return list(json.loads(path.read_text())["rows"])
-
-
-def key(row: dict[str, Any]) -> tuple[int, int, int, int]:
-    """What tells a row from the others of its file."""
-    return row["nheads"], row["ngroups"], row["buffer_len"], row["batch"]
+    from replayssm_tune.run import Order, tune
+    order = Order(subject_of(args), tuple(args.state_dtype), tuple(args.buffer_len), tuple(args.batch),
+                  tuple(args.backend), args.budget, Path(args.out), args.force, args.fresh, args.timeout, args.jobs)
+    tune(order, Console())
 
 
 def command_check(args: argparse.Namespace) -> None:
@@ -108,38 +47,93 @@ def command_check(args: argparse.Namespace) -> None:
         print(f"{path}: {len(tuned.load_file(path).rows)} rows")
 
 
-def listed(kind: type) -> Any:
-    return lambda text: [kind(part) for part in text.split(",")]
+def subject_of(args: argparse.Namespace) -> Subject:
+    """What the positional argument, --model or --geometry name."""
+    named = [text for text in (args.subject, args.model) if text]
+    if len(named) + bool(args.geometry) != 1:
+        raise ArgumentError("model", "exactly one of MODEL, --model and --geometry", ", ".join(named) or "none")
+    return Subject(str(args.geometry), args.geometry, None) if args.geometry else find(named[0], args.tp)
+
+
+def listed(kind: Any) -> Any:
+    """The type of an argument that is a list with commas."""
+    def parse(text: str) -> list[Any]:
+        return [kind(part) for part in text.split(",")]
+    parse.__name__ = f"list of {kind.__name__}"
+    return parse
+
+
+def count(text: str) -> int:
+    """A positive integer."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+    return int(text)
+
+
+def duration(text: str) -> float:
+    """Seconds of ``90``, ``90s``, ``5m`` or ``1h30m``."""
+    match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text)
+    if not text or match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration such as 90s, 5m or 1h30m")
+    hours, minutes, seconds = (float(part or 0) for part in match.groups())
+    return 3600 * hours + 60 * minutes + seconds
+
+
+def one_of(*words: str) -> Any:
+    """The type of an argument that is a list of some of these words."""
+    def word(text: str) -> str:
+        if text not in words:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(words)}")
+        return text
+    return listed(word)
 
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="replayssm-tune", description=__doc__)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    for name, function in (("list", command_list), ("explain", command_explain), ("run", command_run),
-                           ("check", command_check)):
-        sub = commands.add_parser(name, help=(function.__doc__ or "").split("\n")[0])
-        sub.set_defaults(function=function)
-        if name in ("explain", "run"):
-            subject = sub.add_mutually_exclusive_group(required=True)
-            subject.add_argument("--model", help="registry name; see `replayssm-tune list`")
-            subject.add_argument("--geometry", type=parse_geometry, help="HxPxN/G of one rank")
-            sub.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of --model")
-            sub.add_argument("--state-dtype", type=listed(str), default=["float32", "float16", "bfloat16"])
-            sub.add_argument("--buffer-len", type=int, default=16)
-            sub.add_argument("--batch", type=listed(int), default=list(BATCHES))
-        if name == "run":
-            sub.add_argument("--backend", type=listed(str), default=["cute", "triton"])
-            sub.add_argument("--budget", type=float, default=300.0, help="seconds, about")
-            sub.add_argument("--out", default="tuned", help="folder of the files; REPLAYSSM_TUNED_DIR makes it used")
-        if name == "check":
-            sub.add_argument("files", nargs="+")
+    functions = {"list": command_list, "explain": command_explain, "run": command_run, "check": command_check}
+    subs = {name: commands.add_parser(name, help=(function.__doc__ or "").split("\n")[0], description=function.__doc__)
+            for name, function in functions.items()}
+    for name, function in functions.items():
+        subs[name].set_defaults(function=function)
+    for name in ("explain", "run"):
+        add_subject(subs[name])
+    for name in ("list", "explain"):
+        subs[name].add_argument("--device", help="a GPU by name, such as NVIDIA_H200; default the device here")
+    add_run(subs["run"])
+    subs["check"].add_argument("files", nargs="+")
     return top
+
+
+def add_subject(sub: argparse.ArgumentParser) -> None:
+    """Which model, and at which points."""
+    sub.add_argument("subject", nargs="?", metavar="MODEL", help="the same as --model")
+    sub.add_argument("--model", help="registry name (see list), path of a config.json, or HxPxN/G of a whole layer")
+    sub.add_argument("--geometry", type=parse_geometry, help="HxPxN/G of one rank")
+    sub.add_argument("--tp", type=count, default=1, help="tensor-parallel ranks of --model")
+    sub.add_argument("--state-dtype", type=one_of(*STATE_DTYPES), default=list(STATE_DTYPES))
+    sub.add_argument("--buffer-len", type=listed(count), default=[16], help="ring length L; several to compare them")
+    sub.add_argument("--batch", type=listed(count), default=list(BATCHES))
+
+
+def add_run(sub: argparse.ArgumentParser) -> None:
+    """How to measure."""
+    sub.add_argument("--backend", type=one_of("cute", "triton"), default=["cute", "triton"])
+    sub.add_argument("--budget", type=duration, default=300.0, help="about how long: 90s, 5m, 1h30m (default 5m)")
+    sub.add_argument("--out", default="tuned", help="folder of the files; REPLAYSSM_TUNED_DIR makes it used")
+    sub.add_argument("--force", action="store_true", help="replace better rows, and files of other versions")
+    sub.add_argument("--fresh", action="store_true", help="forget the measurements of earlier runs in --out")
+    sub.add_argument("--timeout", type=duration, default=60.0, help="for one candidate; a hang costs this much")
+    sub.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile ahead")
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         args.function(args)
+    except KeyboardInterrupt:
+        print("replayssm-tune: interrupted; what was measured is kept, and the same command goes on", file=sys.stderr)
+        return 130
     except (ReplayError, OSError) as error:
         print(f"replayssm-tune: {error}", file=sys.stderr)
         return 2

@@ -1,25 +1,24 @@
-"""Time candidates on whole staggered ring cycles, after each has given the right answer."""
+"""Correctness and time of one candidate on whole staggered ring cycles."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from replayssm_cute import arch as archs
-from replayssm_cute import dispatch
 from replayssm_cute.layout import mamba2_step_bytes
 from replayssm_cute.reference.mamba2 import replay_step
 from replayssm_cute.types import Mamba2Geometry, Mamba2Problem
 from replayssm_cute.validate import mamba2_problem
-from replayssm_tune.space import candidates
-from replayssm_tune.timing import time_graph
-from replayssm_tune.workload import Workload, make_workload
+from replayssm_tune.timing import Capture, time_graph
+from replayssm_tune.workload import Workload
 
-OUTPUT_ERROR = 4e-3     # relative; rounding to bf16 gives 1.7e-3
-CHECK_ROWS = 8
+OUTPUT_ERROR = 4e-3     # relative, of outputs and checkpoints; rounding to bf16 gives 1.7e-3
+CHECK_ROWS = 8          # at least; L of them, so that every phase flushes one
+CHANGED = (0, 9, 10, 11, 16)  # of the canonical arguments: the pools and out
 
 
 def problem_of(w: Workload) -> Mamba2Problem:
@@ -27,19 +26,25 @@ def problem_of(w: Workload) -> Mamba2Problem:
                           philox_rounds=w.philox_rounds)
 
 
-def time_replay(w: Workload, launch: Callable[..., object]) -> dict[str, float]:
-    """Microseconds a step of one ring cycle over all pools: median, min and max.
+def capture_replay(w: Workload, launch: Callable[..., object]) -> Capture:
+    """One ring cycle over all pools, captured.
 
     Every phase flushes its share of the rows: a cursor pinned at 0 would overstate the speed.
     """
     assert w.flushes == w.batch, "a cycle flushes every row once"
+    return Capture(functools.partial(_cycle, w, launch), w.buffer_len * len(w.pools))
 
-    def step() -> None:
-        for phase in range(w.buffer_len):
-            for pool in range(len(w.pools)):
-                launch(*w.arguments(phase, pool))
 
-    return time_graph(step, w.buffer_len * len(w.pools))
+def time_replay(w: Workload, launch: Callable[..., object]) -> dict[str, float]:
+    """Microseconds a step of one ring cycle over all pools: median, min and max."""
+    assert w.flushes == w.batch, "a cycle flushes every row once"
+    return time_graph(functools.partial(_cycle, w, launch), w.buffer_len * len(w.pools))
+
+
+def _cycle(w: Workload, launch: Callable[..., object]) -> None:
+    for phase in range(w.buffer_len):
+        for pool in range(len(w.pools)):
+            launch(*w.arguments(phase, pool))
 
 
 def time_per_step(w: Workload) -> float:
@@ -55,82 +60,48 @@ def time_per_step(w: Workload) -> float:
     return time_graph(step, len(w.pools))["us"]
 
 
-def output_error(w: Workload, launch: Callable[..., object]) -> float:
-    """Worst relative output error of the first phases against the float64 reference."""
-    worst = 0.0
+def replay_error(w: Workload, launch: Callable[..., object]) -> float:
+    """Worst relative error of outputs and flushed checkpoints against the float64 reference.
+
+    Looks at the first, a middle and the last phase of a ring cycle, each on restored pools, so that
+    every candidate is asked the same. NaN or infinite where a result is, or where a checkpoint changed that
+    no row flushed.
+    """
+    errors = []
     for phase in (0, w.buffer_len // 2, w.buffer_len - 1):
+        w.restore()
         args = list(w.arguments(phase, 0))
-        exact = [a.clone() if i in (0, 9, 10, 11, 16) else a for i, a in enumerate(args)]  # pools and out
+        exact = [a.clone() if i in CHANGED else a for i, a in enumerate(args)]
         replay_step(*exact, dt_softplus=True, dtype=torch.float64)
         launch(*args)
-        got, want = args[16].double(), exact[16].double()
-        worst = max(worst, float((got - want).norm() / want.norm()))
-    return worst
+        flushed = args[14][args[13] != 0].long()
+        kept = torch.ones(len(args[0]), dtype=torch.bool, device=args[0].device).index_fill(0, flushed, False)
+        errors += [_relative(args[16], exact[16]), _relative(args[0][flushed], exact[0][flushed]),
+                   0.0 if torch.equal(args[0][kept], exact[0][kept]) else math.inf]
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
-def best(backend: str, small: Workload, w: Workload, seconds: float,
-         say: Callable[[str], None]) -> dict[str, Any] | None:
-    """The fastest candidate of a backend, with the runner-up; None where none is valid and right.
-
-    Args:
-        small: a workload of few rows, for the check.
-        seconds: after which no further candidate is begun; the heuristic's choice is always timed.
-    """
-    problem, arch = problem_of(w), archs.of("cuda")
-    module = dispatch.backend_module(backend)
-    if not module.supports(problem, arch):
-        return None
-    timed: list[tuple[float, dict[str, Any]]] = []
-    deadline = time.monotonic() + seconds
-    for config in candidates(backend, problem, w.batch, arch):
-        if timed and time.monotonic() > deadline:
-            break
-        try:
-            launch = module.prepare(problem, arch, w.batch, config)
-            error = output_error(small, launch)
-            if not error < OUTPUT_ERROR:
-                say(f"{backend} {config}: wrong by {error:.1e}, left out")
-                continue
-            timed.append((time_replay(w, launch)["us"], config))
-        except Exception as failure:  # one candidate's failure is no reason to stop
-            say(f"{backend} {config}: {type(failure).__name__}: {failure}")
-    if not timed:
-        return None
-    timed.sort(key=lambda t: t[0])
-    entries = [{"config": config, "us": round(us, 3)} for us, config in timed[:2]]
-    return {**entries[0], "runner_up": entries[1] if len(entries) > 1 else None}
-
-
-def measure_rows(geometry: Mamba2Geometry, buffer_len: int, state_dtype: torch.dtype, batches: Iterable[int],
-                 backends: Iterable[str], seconds: float, bandwidth: float, say: Callable[[str], None],
-                 keep: Callable[[dict[str, Any]], None]) -> None:
-    """Measure one row a batch and hand each to ``keep`` as soon as it stands.
-
-    Args:
-        seconds: for one backend at one batch.
-        bandwidth: bytes a second of a large copy in this run.
-    """
-    small = make_workload(geometry, CHECK_ROWS, state_dtype, buffer_len)
-    for batch in batches:
-        w = make_workload(geometry, batch, state_dtype, buffer_len)
-        found = {b: best(b, small, w, seconds, say) for b in backends}
-        entries = {name: entry for name, entry in found.items() if entry}
-        if not entries:
-            say(f"batch {batch}: no backend could be measured")
-            continue
-        row = registry_row(w, entries, time_per_step(w), bandwidth)
-        say(f"{geometry} {str(state_dtype)[6:]} batch {batch}: per step {row['per_step_us']:.2f} us, "
-            + ", ".join(f"{n} {e['us']:.2f} us" for n, e in entries.items()) + f", {row['copy_percent']}% of copy")
-        keep(row)
-        del w
-        torch.cuda.empty_cache()
+def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 def registry_row(w: Workload, entries: dict[str, dict[str, Any]], per_step_us: float | None,
                  bandwidth: float) -> dict[str, Any]:
-    """A registry row of what was measured on a workload; ``entries`` by backend as the file holds them."""
-    g, fastest = w.geometry, min(entry["us"] for entry in entries.values())
-    share = mamba2_step_bytes(g, w.buffer_len, w.pools[0].state.dtype) * w.batch / (fastest * 1e-6) / bandwidth
-    per_step_us = None if per_step_us is None else round(per_step_us, 3)
-    return {"nheads": g.nheads, "ngroups": g.ngroups, "buffer_len": w.buffer_len, "batch": w.batch,
-            "backends": entries, "per_step_us": per_step_us, "copy_percent": round(100 * share, 1)}
+    """A registry row of what was measured on a workload; see ``row_of``."""
+    return row_of(w.geometry, w.pools[0].state.dtype, w.buffer_len, w.batch, entries, per_step_us, bandwidth)
+
+
+def row_of(geometry: Mamba2Geometry, state_dtype: torch.dtype, buffer_len: int, batch: int,
+           entries: dict[str, dict[str, Any]], per_step_us: float | None, bandwidth: float) -> dict[str, Any]:
+    """A registry row as the file holds it.
+
+    Args:
+        entries: best choice by backend; at least one.
+        per_step_us: microseconds of the per-step baseline, None where it was not timed.
+        bandwidth: bytes a second of a large copy in the same run.
+    """
+    fastest = min(entry["us"] for entry in entries.values())
+    share = mamba2_step_bytes(geometry, buffer_len, state_dtype) * batch / (fastest * 1e-6) / bandwidth
+    return {"nheads": geometry.nheads, "ngroups": geometry.ngroups, "buffer_len": buffer_len, "batch": batch,
+            "backends": entries, "per_step_us": None if per_step_us is None else round(per_step_us, 3),
+            "copy_percent": round(100 * share, 1)}

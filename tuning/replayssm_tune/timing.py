@@ -14,34 +14,51 @@ import triton
 import triton.language as tl
 
 
+class Capture:
+    """A captured sequence of launches; each sample replays it and times it with events.
+
+    Args:
+        step: issues ``calls`` launches on the current stream.
+    """
+
+    def __init__(self, step: Callable[[], None], calls: int, min_ms: float = 4.0) -> None:
+        self._calls, self._stream, self._graph = calls, torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            step()  # first calls compile and initialise
+            self._stream.synchronize()
+            with torch.cuda.graph(self._graph, stream=self._stream):
+                step()
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._replay(1)
+        self._times = max(1, min(50, round(min_ms / max(self._replay(1), 1e-3))))
+
+    def sample(self) -> float:
+        """Microseconds per call of enough replays to last ``min_ms``, behind one that wakes the clocks."""
+        self._replay(1)
+        return self._replay(self._times) * 1e3 / self._times / self._calls
+
+    def _replay(self, times: int) -> float:
+        """Milliseconds of that many replays."""
+        start, end = self._events
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            start.record(self._stream)
+            for _ in range(times):
+                self._graph.replay()
+            end.record(self._stream)
+            end.synchronize()
+        return start.elapsed_time(end)
+
+
 def time_graph(step: Callable[[], None], calls: int, samples: int = 7, min_ms: float = 4.0) -> dict[str, float]:
     """Microseconds per call of a captured sequence: median, min and max over the samples.
 
     ``step`` issues ``calls`` launches on the current stream. They are captured once; a sample
     replays the graph often enough to last ``min_ms`` and is timed with events.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()  # first calls compile and initialise
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            step()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-        def replay(times: int) -> float:
-            start.record(stream)
-            for _ in range(times):
-                graph.replay()
-            end.record(stream)
-            end.synchronize()
-            return start.elapsed_time(end)
-
-        replay(1)
-        times = max(1, min(50, round(min_ms / max(replay(1), 1e-3))))
-        us = [replay(times) * 1e3 / times / calls for _ in range(samples)]
-    torch.cuda.current_stream().wait_stream(stream)
+    capture = Capture(step, calls, min_ms)
+    us = [capture.sample() for _ in range(samples)]
     return {"us": statistics.median(us), "us_min": min(us), "us_max": max(us)}
 
 

@@ -27,6 +27,7 @@ class Workload:
         indices: (batch,) slots, a random permutation of 1..batch; slot 0 is the null block. All
             pools share it, as the layers of a model do.
         philox_rounds, rand_seed: of a stochastically rounded checkpoint; 0 and None otherwise.
+        seed: of the noise in the pools.
     """
 
     geometry: Mamba2Geometry
@@ -38,6 +39,15 @@ class Workload:
     indices: Tensor
     philox_rounds: int = 0
     rand_seed: Tensor | None = None
+    seed: int = 0
+
+    def restore(self) -> None:
+        """Fill the pools with the noise that they began with."""
+        gen = torch.Generator(self.indices.device).manual_seed(self.seed + 1)  # not the noise of the inputs
+        for pool in self.pools:
+            for tensor in (pool.state, pool.x_cache, pool.B_cache):
+                tensor.normal_(generator=gen)
+            pool.dt_cache.uniform_(0.001, 0.1, generator=gen)
 
     @property
     def flushes(self) -> int:
@@ -63,13 +73,8 @@ def make_workload(geometry: Mamba2Geometry, batch: int, state_dtype: torch.dtype
 
     g, L = geometry, buffer_len
     per_pool = batch * mamba2_state_bytes(g, state_dtype)
-    pools = []
-    for _ in range(max(2, int(-(-cold_bytes // per_pool)))):
-        pool = allocate_mamba2_pool(batch + 1, g, L, state_dtype, act_dtype, device)
-        for tensor in (pool.state, pool.x_cache, pool.B_cache):
-            tensor.normal_(generator=gen)
-        pool.dt_cache.uniform_(0.001, 0.1, generator=gen)
-        pools.append(pool)
+    pools = [allocate_mamba2_pool(batch + 1, g, L, state_dtype, act_dtype, device)
+             for _ in range(max(2, int(-(-cold_bytes // per_pool))))]
     heads = torch.linspace(1.0, 16.0, g.nheads, device=device)
     inputs = {
         "x": normal(batch, g.nheads, g.headdim).to(act_dtype),
@@ -89,4 +94,6 @@ def make_workload(geometry: Mamba2Geometry, batch: int, state_dtype: torch.dtype
         phases.append((pos.to(device, torch.int32), (pos == L - 1).to(device, torch.int8)))
     indices = (torch.randperm(batch) + 1).to(device, torch.int32)
     rand_seed = seed_state(seed, device) if philox_rounds else None
-    return Workload(g, L, batch, pools, inputs, phases, indices, philox_rounds, rand_seed)
+    w = Workload(g, L, batch, pools, inputs, phases, indices, philox_rounds, rand_seed, seed)
+    w.restore()
+    return w
