@@ -85,11 +85,12 @@ def round_stochastic(value, bits, DTYPE: tl.constexpr):
     if DTYPE == tl.bfloat16:  # noqa: SIM300  a constant only by its spelling
         rounded = tl.minimum((magnitude + bits) >> 16, 0x7F7F)
     else:
-        exponent = magnitude >> 23
-        mantissa = (magnitude & 0x7FFFFF) | tl.where(exponent > 0, 1 << 23, 0)
-        below = tl.minimum(tl.maximum(113 - tl.maximum(exponent, 1), 0), 31)
-        units = ((mantissa >> below) + (bits & 0x1FFF)) >> 13
-        rounded = tl.minimum(units + (tl.maximum(exponent - 113, 0) << 10), 0x7BFF)
+        drawn = bits & 0x1FFF
+        normal = ((magnitude + drawn) >> 13) - (112 << 10)
+        # Below fp16's smallest normal number: fixed point, 13 bits behind its last digit of 2^-24.
+        small = tl.minimum(magnitude, 0x38800000).to(tl.float32, bitcast=True) * 137438953472.0
+        subnormal = (small.to(tl.int32) + drawn) >> 13
+        rounded = tl.minimum(tl.where(magnitude < 0x38800000, subnormal, normal), 0x7BFF)
     is_nan = magnitude > 0x7F800000
     sign = (raw >> 16) & 0x8000
     return tl.where(is_nan, 0x7FFF, rounded | sign).to(tl.int16).to(DTYPE, bitcast=True)
