@@ -25,7 +25,7 @@ STATE_DTYPES = ("float32", "float16", "bfloat16")
 
 def command_list(args: argparse.Namespace) -> None:
     """Models, the devices with rows for their heads, and what is missing."""
-    survey.list_models(Console(), args.device)
+    survey.list_models(console(), args.device)
 
 
 def command_explain(args: argparse.Namespace) -> None:
@@ -38,13 +38,18 @@ def command_run(args: argparse.Namespace) -> None:
     from replayssm_tune.run import Order, tune
     order = Order(subject_of(args), tuple(args.state_dtype), tuple(args.buffer_len), tuple(args.batch),
                   tuple(args.backend), args.budget, Path(args.out), args.force, args.fresh, args.timeout, args.jobs)
-    tune(order, Console())
+    tune(order, console())
 
 
 def command_check(args: argparse.Namespace) -> None:
     """Read files strictly and name the first fault."""
     for path in args.files:
         print(f"{path}: {len(tuned.load_file(path).rows)} rows")
+
+
+def console() -> Console:
+    """Where output goes; a pipe has no width, so lines are not folded there."""
+    return Console() if sys.stdout.isatty() else Console(width=200)
 
 
 def subject_of(args: argparse.Namespace) -> Subject:
