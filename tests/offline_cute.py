@@ -6,8 +6,6 @@ imported, so every target needs a process of its own. Prints one JSON object a l
 
 import json
 import re
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -20,6 +18,7 @@ from replayssm_cute.kernels.mamba2 import compile_mamba2
 from replayssm_cute.kernels.mamba2_config import Mamba2Config, ranked, validate
 from replayssm_cute.kernels.targets import TARGETS, Target
 from replayssm_cute.types import Mamba2Geometry, Mamba2Problem
+from replayssm_tune.resources import cuobjdump, resource_usage
 
 STATES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -60,27 +59,19 @@ def choices(problem: Mamba2Problem, target: Target) -> list[Mamba2Config]:
     return list({c.design: c for c in reversed(valid)}.values())
 
 
-def disassemble(cubin: Path) -> tuple[str, list[str]]:
-    """(resource line, instructions with their modifiers) of the only kernel of a cubin."""
-    tool = shutil.which("cuobjdump") or next(
-        str(p) for p in Path(sys.prefix).glob("lib/python*/site-packages/nvidia/cu*/bin/cuobjdump"))
-
-    def run(option: str) -> str:
-        return subprocess.run([tool, option, str(cubin)], capture_output=True, text=True, check=True).stdout
-
-    resources = next(line for line in run("--dump-resource-usage").splitlines() if "REG:" in line)
-    return resources, re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)",
-                                 run("--dump-sass"), re.M)
+def opcodes(cubin: Path) -> list[str]:
+    """The instructions of a cubin, with their modifiers."""
+    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", cuobjdump(cubin, "--dump-sass"), re.M)
 
 
 def report(problem: Mamba2Problem, config: Mamba2Config, target: str) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         compile_mamba2(problem, config, target, TARGETS[target].sms, f"--keep-cubin --dump-dir {folder}")
-        resources, opcodes = disassemble(next(Path(folder).glob("*.cubin")))
-    numbers = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", resources)}
+        cubin = next(Path(folder).glob("*.cubin"))
+        usage, instructions = resource_usage(cubin), opcodes(cubin)
     return {"geometry": str(problem.geometry), "state": str(problem.state_dtype), "L": problem.buffer_len,
             "philox_rounds": problem.philox_rounds,
-            "config": asdict(config), **numbers, "opcodes": dict(Counter(opcodes))}
+            "config": asdict(config), **usage, "opcodes": dict(Counter(instructions))}
 
 
 if __name__ == "__main__":

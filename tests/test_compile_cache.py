@@ -40,7 +40,7 @@ print("built", len(built))
 
 def start(cache: Path, states: str = "float32") -> subprocess.Popen[str]:
     environment = {**os.environ, "CUTE_DSL_ARCH": "sm_90a", "REPLAYSSM_CACHE_DIR": str(cache),
-                   "PYTHONPATH": str(ROOT)}
+                   "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tuning'}"}
     return subprocess.Popen([sys.executable, "-c", PROGRAM, states], cwd=ROOT, env=environment, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 

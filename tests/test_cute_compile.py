@@ -19,7 +19,7 @@ TARGETS = ("sm_90a", "sm_100a", "sm_103a")
 
 @functools.cache
 def reports(target: str) -> list[dict]:
-    environment = {**os.environ, "CUTE_DSL_ARCH": target, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "CUTE_DSL_ARCH": target, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tuning'}"}
     run = subprocess.run([sys.executable, "tests/offline_cute.py", target], cwd=ROOT, env=environment,
                          capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]

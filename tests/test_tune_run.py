@@ -115,7 +115,7 @@ def test_killed_at_any_moment_it_goes_on_and_loses_nothing(tmp_path: Path) -> No
     broken, kills, known = tmp_path / "broken", 0, 0
     while True:
         process = started(broken, "--batch", "1,2,4", **fake)
-        limit = len(requests(log)) + 23 + 120 * kills
+        limit = len(requests(log)) + 23 + 60 * kills
         while process.poll() is None and len(requests(log)) < limit:
             time.sleep(0.003)
         process.kill()

@@ -38,7 +38,11 @@ def command_run(args: argparse.Namespace) -> None:
     from replayssm_tune.run import Order, tune
     order = Order(subject_of(args), tuple(args.state_dtype), tuple(args.buffer_len), tuple(args.batch),
                   tuple(args.backend), args.budget, Path(args.out), args.force, args.fresh, args.timeout, args.jobs)
-    tune(order, console())
+    if args.dry_run:
+        from replayssm_tune.dry_run import rehearse
+        rehearse(order, survey.arch_named(args.device), args.compile, console())
+    else:
+        tune(order, console())
 
 
 def command_check(args: argparse.Namespace) -> None:
@@ -129,7 +133,10 @@ def add_run(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--force", action="store_true", help="replace better rows, and files of other versions")
     sub.add_argument("--fresh", action="store_true", help="forget the measurements of earlier runs in --out")
     sub.add_argument("--timeout", type=duration, default=60.0, help="for one candidate; a hang costs this much")
-    sub.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile ahead")
+    sub.add_argument("--dry-run", action="store_true", help="no GPU: the search space, and what its kernels take")
+    sub.add_argument("--device", help="with --dry-run: a GPU by name, such as NVIDIA_B200; default the device here")
+    sub.add_argument("--no-compile", dest="compile", action="store_false", help="with --dry-run: only the space")
+    sub.add_argument("--jobs", type=count, default=os.cpu_count() or 1, help="processes that compile ahead")
 
 
 def main(argv: list[str] | None = None) -> int:
