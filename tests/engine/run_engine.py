@@ -44,11 +44,11 @@ def note_steps(worker: Any) -> None:
     op = mamba2.selective_state_update_replayssm_output_only
     worker.replay_steps = []
 
-    def noting(*args: Any) -> Any:
+    def noting(*args: Any, **options: Any) -> Any:
         batch, (write_pos, is_flush), (slots, null) = len(args[1]), args[14:16], args[17:19]
         rows = zip(slots[:batch, 0].tolist(), write_pos.tolist(), is_flush.tolist(), strict=False)
         worker.replay_steps.append(sorted((w, f) for slot, w, f in rows if slot != null))
-        return op(*args)
+        return op(*args, **options)
 
     mamba2.selective_state_update_replayssm_output_only = noting
     dispatch.served.clear()
