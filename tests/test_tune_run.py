@@ -101,6 +101,15 @@ def test_a_bad_candidate_costs_itself(tune: Tune, tmp_path: Path) -> None:
     assert row.backends["cute"].config["stages"] == 2
 
 
+def test_several_ring_lengths_are_set_against_their_memory(tune: Tune, tmp_path: Path) -> None:
+    code, said = tune("--batch", "8", "--backend", "triton", "--buffer-len", "8,16,32",
+                      us=[['"buffer_len": 16', 17.0], ['"buffer_len": 32', 17.5]])
+    assert code == 0 and "memory of one request in 1 layer" in said
+    for line in (r"8 +20\.00 +triton +1\.0 +0\.1 +\+17\.6%", r"16 +17\.00 +triton +1\.0 +0\.2 +fastest",
+                 r"32 +17\.50 +triton +1\.0 +0\.3 +\+2\.9%"):
+        assert re.search(rf"64x64x128/8 +float16 +8 +{line}", said), said
+
+
 def test_no_backend_no_row(tune: Tune, tmp_path: Path) -> None:
     code, said = tune("--batch", "8", "--backend", "triton", crash=['"backend": "triton"'])
     assert code == 0 and "no backend has a right candidate; no row" in said and not (tmp_path / FILE).exists()

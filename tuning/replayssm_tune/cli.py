@@ -45,6 +45,29 @@ def command_run(args: argparse.Namespace) -> None:
         tune(order, console())
 
 
+def command_show(args: argparse.Namespace) -> None:
+    """Rows as tables: times, percent of the copy bandwidth, the runner-up, ring lengths against memory."""
+    from replayssm_tune import figures, show
+    found = figures.read(args.paths)
+    for table in (show.table(found), show.ring_lengths(found)):
+        if table is not None:
+            console().print(table)
+
+
+def command_report(args: argparse.Namespace) -> None:
+    """Rows as one HTML page with its plots, and the plots as PNG files."""
+    from replayssm_tune import figures, report
+    print(report.write(figures.read(args.paths), Path(args.out)))
+
+
+def command_export(args: argparse.Namespace) -> None:
+    """Pack a folder of your files into one archive to contribute."""
+    from replayssm_tune.export import export
+    for sentence in export(Path(args.folder), Path(args.to), args.force):
+        print(sentence)
+    print(args.to)
+
+
 def command_check(args: argparse.Namespace) -> None:
     """Read files strictly and name the first fault."""
     for path in args.files:
@@ -100,7 +123,8 @@ def one_of(*words: str) -> Any:
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="replayssm-tune", description=__doc__)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    functions = {"list": command_list, "explain": command_explain, "run": command_run, "check": command_check}
+    functions = {"list": command_list, "explain": command_explain, "run": command_run, "show": command_show,
+                 "report": command_report, "check": command_check, "export": command_export}
     subs = {name: commands.add_parser(name, help=(function.__doc__ or "").split("\n")[0], description=function.__doc__)
             for name, function in functions.items()}
     for name, function in functions.items():
@@ -110,7 +134,7 @@ def parser() -> argparse.ArgumentParser:
     for name in ("list", "explain"):
         subs[name].add_argument("--device", help="a GPU by name, such as NVIDIA_H200; default the device here")
     add_run(subs["run"])
-    subs["check"].add_argument("files", nargs="+")
+    add_files(subs)
     return top
 
 
@@ -137,6 +161,17 @@ def add_run(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--device", help="with --dry-run: a GPU by name, such as NVIDIA_B200; default the device here")
     sub.add_argument("--no-compile", dest="compile", action="store_false", help="with --dry-run: only the space")
     sub.add_argument("--jobs", type=count, default=os.cpu_count() or 1, help="processes that compile ahead")
+
+
+def add_files(subs: dict[str, argparse.ArgumentParser]) -> None:
+    """Which files to read, and where to write what was made of them."""
+    for name in ("show", "report"):
+        subs[name].add_argument("paths", nargs="*", help="files and folders; default the shipped ones and yours")
+    subs["report"].add_argument("--out", default="report", help="folder of report.html and the plots")
+    subs["check"].add_argument("files", nargs="+")
+    subs["export"].add_argument("folder", help="of the files, as --out of run")
+    subs["export"].add_argument("--to", default="replayssm-rows.zip", help="the archive")
+    subs["export"].add_argument("--force", action="store_true", help="also over better rows and other versions")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,8 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from replayssm_cute.arch import Arch
 from replayssm_cute.errors import UnsupportedError
+from replayssm_cute.registry import tuned
 from replayssm_cute.registry.models import DTYPES
-from replayssm_tune import plan, rows
+from replayssm_tune import figures, plan, rows, show
 from replayssm_tune.compiler import Compilers
 from replayssm_tune.journal import Journal
 from replayssm_tune.measure import row_of
@@ -131,8 +132,19 @@ def measure(order: Order, bench: Bench, arch: Arch, seconds: float, console: Con
                 share = (deadline - time.monotonic()) / (len(units) - number)
                 row = measure_point(bench, at_point, share, compilers, _teller(progress, task, console))
                 keep(order, point, row, yardstick["bandwidth"], provenance, console)
+        compare_ring_lengths(order, arch, console)
     finally:
         compilers.close()
+
+
+def compare_ring_lengths(order: Order, arch: Arch, console: Console) -> None:
+    """Where several were measured: what each costs in time and memory."""
+    paths = [rows.path_of(order.out, order.subject.geometry, name, arch.name) for name in order.state_dtypes]
+    measured = [f for path in paths if path.exists() for f in figures.of_file(tuned.load_file(path))
+                if f.geometry == order.subject.geometry and f.buffer_len in order.buffer_lens]
+    table = show.ring_lengths(measured, order.subject.layers or 1)
+    if table is not None:
+        console.print(table)
 
 
 def measure_point(bench: Bench, at_point: list[Unit], seconds: float, compilers: Compilers,
