@@ -89,21 +89,22 @@ def selective_state_update_replayssm_output_only(
     if state_scale is not None:
         args += (state_scale,)
     try:
-        key = (state.device, state.dtype, state.shape, x.dtype, B.shape, dt.dtype,
-               D is None, dt_bias is None, z is None, dt_softplus, is_flush.dtype,  # type: ignore[union-attr]
-               max_cache_len, state_batch_indices.dtype, rounds, state_scale is None, backend)  # type: ignore[union-attr]
+        # The launch checks all else; len() of a tensor would cost more than all of this.
+        key = (state.device, state.dtype, state.shape, x.dtype, B.shape, dt.dtype, D is None, dt_bias is None,
+               z is None, dt_softplus, write_pos.numel(), is_flush.numel(), is_flush.dtype, max_cache_len,  # type: ignore[union-attr]
+               state_batch_indices.shape, state_batch_indices.dtype, rounds, state_scale is None,  # type: ignore[union-attr]
+               backend)
         launch = _fast.get(key)
     except (AttributeError, TypeError):
         launch = None  # something is not a tensor: the boundary says what
-    batch = x.shape[0] if isinstance(x, Tensor) else 0
-    if launch is not None and min(len(write_pos), len(is_flush), len(state_batch_indices)) >= batch:  # type: ignore[arg-type]
+    if launch is not None:
         try:
             launch.call(*args)
             dispatch.served[dispatch.OP, launch.backend] += 1
             return out  # type: ignore[return-value]
         except (TypeError, ValueError):
             pass  # other strides, alignment or dtypes than this launch was compiled for
-    launch = _resolve(args, dt_softplus, max_cache_len, rounds, batch, backend)
+    launch = _resolve(args, dt_softplus, max_cache_len, rounds, x.shape[0] if isinstance(x, Tensor) else 0, backend)
     if launch is not None:
         dispatch.served[dispatch.OP, launch.backend] += 1
         if launch.self_checking:
