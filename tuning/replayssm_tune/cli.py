@@ -160,7 +160,8 @@ def add_run(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--dry-run", action="store_true", help="no GPU: the search space, and what its kernels take")
     sub.add_argument("--device", help="with --dry-run: a GPU by name, such as NVIDIA_B200; default the device here")
     sub.add_argument("--no-compile", dest="compile", action="store_false", help="with --dry-run: only the space")
-    sub.add_argument("--jobs", type=count, default=os.cpu_count() or 1, help="processes that compile ahead")
+    sub.add_argument("--jobs", type=count, default=min(16, max(1, (os.cpu_count() or 2) - 1)),
+                     help="processes that compile ahead")
 
 
 def add_files(subs: dict[str, argparse.ArgumentParser]) -> None:

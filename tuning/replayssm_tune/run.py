@@ -32,7 +32,7 @@ from replayssm_tune.subject import Subject
 LAB = [sys.executable, "-m", "replayssm_tune.lab"]
 COMPILER = [sys.executable, "-m", "replayssm_tune.compiler"]
 SEARCHING = 0.9         # of the budget; the rest is for what the last point still has to do
-YARDSTICK_SECONDS = 120.0
+SETUP_SECONDS = 300.0   # to import the compilers, and for the yardstick
 gpu_is_here = torch.cuda.is_available
 
 
@@ -81,7 +81,7 @@ def tune(order: Order, console: Console) -> None:
     order.out.mkdir(parents=True, exist_ok=True)
     journal, lab = Journal(order.out, order.fresh), Child(LAB)
     try:
-        about = lab.ask({"do": "device"}, order.timeout)
+        about = lab.ask({"do": "device"}, SETUP_SECONDS)
         arch = Arch(**{**about["arch"], "capability": tuple(about["arch"]["capability"])})
         bench = Bench(lab, journal, {"device": arch.name, "build": about["build"]}, order.timeout)
         seconds = SEARCHING * order.budget - (time.monotonic() - begun)
@@ -110,7 +110,7 @@ def alone_on(device: str, console: Console) -> Iterator[None]:
 def measure(order: Order, bench: Bench, arch: Arch, seconds: float, console: Console) -> None:
     """All points, each with its share of the seconds that are left."""
     deadline = time.monotonic() + seconds
-    yardstick = bench.lab.ask({"do": "yardstick"}, YARDSTICK_SECONDS)
+    yardstick = bench.lab.ask({"do": "yardstick"}, SETUP_SECONDS)
     provenance = rows.record(arch.name, yardstick["provenance"])
     for name in order.state_dtypes:
         rows.check(rows.path_of(order.out, order.subject.geometry, name, arch.name), provenance, order.force)
