@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,16 @@ def test_a_search_that_was_killed_anywhere_goes_on_there(lab: Lab, tmp_path: Pat
     lab.asked.clear()
     assert run(bench(lab, tmp_path), *names) == whole
     assert len(lab.asked) == total - stop
+
+
+def test_a_kernel_is_checked_once_for_all_batches(lab: Lab, tmp_path: Path) -> None:
+    lab.times, lab.errors = {"default": [10.0], "wrong": [1.0]}, {"wrong": 1.0}
+    for batch in (1, 8):
+        unit = Unit(replace(POINT, batch=batch), "cute", SUPPORTED, ({"name": "default"}, {"name": "wrong"}))
+        found = search(bench(lab, tmp_path), unit, time.monotonic() + 60, lambda config: None, lambda trial: None)
+        assert found and found["config"] == {"name": "default"}
+    assert lab.asked.count(("check", "default")) == lab.asked.count(("check", "wrong")) == 1
+    assert lab.asked.count(("sample", "default")) == 2 * ROUNDS
 
 
 def test_measurements_of_other_code_do_not_count(lab: Lab, tmp_path: Path) -> None:

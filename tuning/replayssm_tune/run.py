@@ -76,7 +76,7 @@ def tune(order: Order, console: Console) -> None:
         OSError: the folder cannot be written, or the disk is full.
     """
     if not gpu_is_here():
-        raise UnsupportedError("replayssm-tune run", "there is no GPU to measure on; --dry-run needs none")
+        raise UnsupportedError("run", "there is no GPU to measure on; --dry-run needs none")
     begun = time.monotonic()
     order.out.mkdir(parents=True, exist_ok=True)
     journal, lab = Journal(order.out, order.fresh), Child(LAB)
@@ -123,6 +123,7 @@ def measure(order: Order, bench: Bench, arch: Arch, seconds: float, console: Con
     try:
         with bar(console) as progress:
             task = progress.add_task("", total=sum(len(u.configs) for u in everything))
+            tell = _teller(progress, task, console)
             for number, (point, at_point) in enumerate(units.items()):
                 if time.monotonic() > deadline:
                     console.print(f"the budget is spent; {len(units) - number} of {len(units)} points were not begun; "
@@ -130,7 +131,7 @@ def measure(order: Order, bench: Bench, arch: Arch, seconds: float, console: Con
                     return
                 progress.update(task, description=str(point))
                 share = (deadline - time.monotonic()) / (len(units) - number)
-                row = measure_point(bench, at_point, share, compilers, _teller(progress, task, console))
+                row = measure_point(bench, at_point, share, compilers, tell)
                 keep(order, point, row, yardstick["bandwidth"], provenance, console)
         compare_ring_lengths(order, arch, console)
     finally:
@@ -196,10 +197,13 @@ def bar(console: Console) -> Progress:
 
 
 def _teller(progress: Progress, task: Any, console: Console) -> Any:
-    """Moves the bar for every candidate and says which are left out."""
+    """Moves the bar for every candidate and says once which are left out."""
+    told = set()
+
     def tell(unit: Unit, trial: Trial) -> None:
         progress.advance(task)
-        if trial.fault:
-            console.print(f"{unit.point}: {unit.backend} {trial.config} left out: {trial.fault}", highlight=False,
-                          markup=False, soft_wrap=True)
+        text = f"{unit.point.state_dtype} L={unit.point.buffer_len}: {unit.backend} {trial.config}"
+        if trial.fault and text not in told:
+            told.add(text)
+            console.print(f"{text} left out: {trial.fault}", highlight=False, markup=False, soft_wrap=True)
     return tell

@@ -38,24 +38,30 @@ class Bench:
     device: dict[str, Any]
     timeout: float
 
-    def recorded(self, point: Point, backend: str, config: dict[str, Any]) -> list[dict[str, Any]]:
-        return self.journal.of(self._key(point, backend, config))
+    def recorded(self, do: str, point: Point, backend: str, config: dict[str, Any]) -> list[dict[str, Any]]:
+        """The answers to a request that the journal holds."""
+        return self.journal.of(self._key(do, point, backend, config))
 
-    def measure(self, do: str, point: Point, backend: str, config: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, do: str, point: Point, backend: str, config: dict[str, Any]) -> dict[str, Any]:
         """Ask the lab and write down the answer; a failure is an answer too: ``{"failed": reason}``."""
         request = {"do": do, "point": point.to_dict(), "backend": backend, "config": config}
         try:
             result = self.lab.ask(request, self.timeout)
         except Lost as loss:
             result = {"failed": str(loss)}
-        return self.note(result, point, backend, config)
+        return self.note(result, do, point, backend, config)
 
-    def note(self, result: dict[str, Any], point: Point, backend: str, config: dict[str, Any]) -> dict[str, Any]:
-        self.journal.add(self._key(point, backend, config), result)
+    def note(self, result: dict[str, Any], do: str, point: Point, backend: str,
+             config: dict[str, Any]) -> dict[str, Any]:
+        self.journal.add(self._key(do, point, backend, config), result)
         return result
 
-    def _key(self, point: Point, backend: str, config: dict[str, Any]) -> dict[str, Any]:
-        return {**self.device, "point": point.to_dict(), "backend": backend, "config": config}
+    def _key(self, do: str, point: Point, backend: str, config: dict[str, Any]) -> dict[str, Any]:
+        """A check holds for all batches: no kernel is specialised on one."""
+        where = point.to_dict()
+        if do == "check":
+            del where["batch"]
+        return {**self.device, "do": do, "point": where, "backend": backend, "config": config}
 
 
 class Trial:
@@ -64,7 +70,7 @@ class Trial:
     def __init__(self, bench: Bench, unit: Unit, config: dict[str, Any]) -> None:
         self._bench, self._where = bench, (unit.point, unit.backend, config)
         self.config = config
-        self.results = bench.recorded(*self._where)
+        self.results = bench.recorded("check", *self._where) + bench.recorded("sample", *self._where)
 
     @property
     def samples(self) -> list[float]:
@@ -91,18 +97,20 @@ class Trial:
         Args:
             ready: waits for the compiled kernel; raises ``Lost`` where there will be none.
         """
-        if not self.results:
-            try:
-                ready()
-            except Lost as loss:
-                self.results.append(self._bench.note({"failed": str(loss)}, *self._where))
+        if self.fault or self.samples:
+            return
+        try:
+            ready()
+        except Lost as loss:
+            self.results.append(self._bench.note({"failed": str(loss)}, "check", *self._where))
+            return
         if not self.results:
             self.ask("check")
-        if not self.fault and not self.samples:
+        if not self.fault:
             self.ask("sample")
 
     def ask(self, do: str) -> None:
-        self.results.append(self._bench.measure(do, *self._where))
+        self.results.append(self._bench.ask(do, *self._where))
 
 
 def search(bench: Bench, unit: Unit, deadline: float, ready: Callable[[dict[str, Any]], object],
@@ -155,5 +163,5 @@ def entry(trials: list[Trial]) -> dict[str, Any] | None:
 
 def per_step(bench: Bench, point: Point) -> float | None:
     """Microseconds of the per-step baseline, None where it fails."""
-    results = bench.recorded(point, "per_step", {}) or [bench.measure("per_step", point, "per_step", {})]
+    results = bench.recorded("per_step", point, "triton", {}) or [bench.ask("per_step", point, "triton", {})]
     return results[-1].get("us")
