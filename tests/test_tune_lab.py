@@ -12,8 +12,9 @@ import torch
 from replayssm_cute import dispatch
 from replayssm_cute.backends import torch as torch_backend
 from replayssm_cute.types import Mamba2Geometry
-from replayssm_tune import lab, measure, timing
+from replayssm_tune import lab, measure, run, timing
 from replayssm_tune.plan import Point
+from replayssm_tune.process import Child, Lost
 
 POINT = Point(Mamba2Geometry(2, 16, 64, 1), "float16", 8, 3)
 calls: list[int] = []
@@ -96,6 +97,14 @@ def test_a_point_survives_its_journey_and_poses_the_problem_of_the_workload(here
             point = Point(geometry, "float32", buffer_len, 4)
             assert Point.from_dict(point.to_dict()) == point
             assert measure.problem_of(here._workload_of(point)) == point.problem
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_real_process_starts_and_says_that_it_has_no_gpu() -> None:
+    child = Child(run.LAB)
+    with pytest.raises(Lost, match=r"(?i)cuda|nvidia"):
+        child.ask({"do": "device"}, 60)
+    child.close()
 
 
 def test_it_describes_device_and_code(here: lab.Lab) -> None:

@@ -15,8 +15,11 @@ from typing import Any
 
 import pytest
 
+from replayssm_cute import dispatch
+from replayssm_cute.arch import Arch
 from replayssm_cute.registry import tuned
-from replayssm_tune import cli, run
+from replayssm_cute.types import Mamba2Geometry
+from replayssm_tune import cli, plan, run
 from replayssm_tune.search import ROUNDS
 
 ROOT = Path(__file__).parents[1]
@@ -72,6 +75,22 @@ def test_a_run_writes_the_best_of_every_backend(tune: Tune, tmp_path: Path) -> N
     assert "cute 18.00 us (heuristic 20.00, runner-up +0.0%)" in said
     assert "triton 25.00 us (heuristic 26.00, runner-up +4.0%)" in said
     assert tuned.load_file(tmp_path / FILE).provenance.device == "NVIDIA_H200"
+
+
+def test_the_runtime_serves_with_what_was_measured(tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune("--batch", "64", us=[['"stages": 3', 18.0]])
+    best = rows(tmp_path)[64].backends
+    problem = plan.Point(Mamba2Geometry(64, 64, 128, 8), "float16", 16, 64).problem
+    monkeypatch.setenv(tuned.USER_FOLDER_VARIABLE, str(tmp_path))
+    for forget in (tuned.clear_cache, dispatch.candidates.cache_clear):
+        forget()
+    try:
+        found = dispatch.candidates(problem, 64, Arch("cuda", (9, 0), "NVIDIA_H200", 132))
+    finally:
+        for forget in (tuned.clear_cache, dispatch.candidates.cache_clear):
+            forget()
+    assert {c.backend: c.config for c in found if c.backend != "torch"} == {n: e.config for n, e in best.items()}
+    assert best["cute"].config["stages"] == 3
 
 
 def test_a_second_run_measures_nothing_again_and_a_fresh_one_everything(tune: Tune, tmp_path: Path) -> None:
@@ -203,11 +222,12 @@ def test_a_better_row_stays_unless_it_is_forced(tune: Tune, tmp_path: Path) -> N
     assert rows(tmp_path)[8].backends["cute"].us == 21.0
 
 
-def test_rows_of_other_versions_are_not_mixed(tune: Tune, tmp_path: Path) -> None:
+def test_rows_of_other_versions_are_not_mixed(tune: Tune, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tune("--batch", "8", "--backend", "triton")
     code, said = tune("--batch", "16", "--backend", "triton", info={"triton": "3.7.0"})
     assert code == 2 and "measured with triton 3.6.0" in said and "--force" in said and rows(tmp_path).keys() == {8}
     assert tune("--batch", "16", "--backend", "triton", "--force", info={"triton": "3.7.0"})[0] == 0
+    assert caplog.text.count("begun anew; its 1 rows were measured with triton 3.6.0") == 1
     assert rows(tmp_path).keys() == {16} and tuned.load_file(tmp_path / FILE).provenance.triton == "3.7.0"
 
 

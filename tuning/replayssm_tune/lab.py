@@ -115,7 +115,7 @@ def healthy() -> bool:
     """Whether the device still answers; after an illegal access it does not, and only a new process helps."""
     try:
         torch.cuda.synchronize()
-    except RuntimeError:
+    except Exception:
         return False
     return True
 

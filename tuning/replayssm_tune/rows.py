@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from replayssm_cute.errors import RegistryError
 from replayssm_cute.registry import tuned
 from replayssm_cute.types import Mamba2Geometry
 from replayssm_tune.journal import LOCK_NAME
+
+log = logging.getLogger("replayssm_cute")
 
 METHOD = "CUDA graph of whole staggered ring cycles, cold L2, median of 3 or more samples"
 #: Rows of one file share these; a row that was measured under others cannot stand in it.
@@ -72,13 +75,19 @@ def store(path: Path, provenance: dict[str, Any], rows: Iterable[Row], force: bo
                 kept.append(f"{describe_key(row)}: {reason}; --force replaces it")
             else:
                 held[key(row)] = row
-        tuned.write_rows(path, provenance, held.values())
+        try:
+            tuned.write_rows(path, provenance, held.values())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
     return kept
 
 
 def check(path: Path, provenance: dict[str, Any], force: bool = False) -> None:
     """Raise now what ``store`` would raise about the file that is there."""
-    _held(path, provenance, force)
+    if not force:
+        _held(path, provenance, force)
+    elif path.exists():
+        tuned.load_file(path)
 
 
 def _held(path: Path, provenance: dict[str, Any], force: bool) -> dict[tuple[int, ...], Row]:
@@ -88,10 +97,11 @@ def _held(path: Path, provenance: dict[str, Any], force: bool) -> dict[tuple[int
     tuned.load_file(path)
     content = json.loads(path.read_text())
     changed = [name for name in VERSIONS if content["provenance"][name] != provenance[name]]
+    differences = ", ".join(f"{name} {content['provenance'][name]}" for name in changed)
     if changed and force:
+        log.warning("%s: begun anew; its %d rows were measured with %s", path, len(content["rows"]), differences)
         return {}
     if changed:
-        differences = ", ".join(f"{name} {content['provenance'][name]}" for name in changed)
         raise RegistryError(f"{path}: its rows were measured with {differences}, and one file has one provenance; "
                             "write to another folder (--out), or begin the file anew with --force")
     return {key(row): row for row in content["rows"]}
