@@ -48,16 +48,16 @@ def times(path: Path) -> dict[int, dict[str, float]]:
 
 def test_two_writers_lose_no_row_of_each_other(path: Path) -> None:
     modules = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
-    both = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), first], env={**os.environ, "PYTHONPATH": modules})
-            for first in ("1", "2")]
+    environment = {**os.environ, "PYTHONPATH": modules}
+    both = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), first], env=environment) for first in "12"]
     assert [process.wait(60) for process in both] == [0, 0]
     assert times(path) == {batch: {"cute": 5.0} for batch in range(1, 60)}
 
 
 @pytest.mark.parametrize(("new", "kept"), [
     ({"cute": 9.0, "triton": 12.0}, False), ({"cute": 10.0, "triton": 8.0}, False),
-    ({"cute": 9.5, "triton": 11.0}, False), ({"cute": 9.6, "triton": 11.0}, True), ({"cute": 1.0}, True), ({"triton": 1.0}, True),
-    ({"cute": 9.0, "triton": 12.0, "torch": 90.0}, False)])
+    ({"cute": 9.5, "triton": 11.0}, False), ({"cute": 9.6, "triton": 11.0}, True),
+    ({"cute": 1.0}, True), ({"triton": 1.0}, True), ({"cute": 9.0, "triton": 12.0, "torch": 90.0}, False)])
 def test_only_a_row_that_is_no_worse_replaces_one(path: Path, new: dict[str, float], kept: bool) -> None:
     old = {"cute": 9.5, "triton": 12.0}
     rows.store(path, H200, [row(**old), row(16, cute=20.0)])
