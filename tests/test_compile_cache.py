@@ -15,8 +15,7 @@ pytest.importorskip("cutlass")
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import sys, torch
-sys.path.insert(0, "tests")
-from offline_cute import make_problem
+from tests.compiled_kernels import make_problem
 from replayssm_cute.kernels import mamba2
 from replayssm_cute.kernels.mamba2_config import default_config
 from replayssm_cute.kernels.targets import TARGETS
