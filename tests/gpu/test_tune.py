@@ -21,8 +21,8 @@ GEOMETRY = parse_geometry("64x64x128/8")
 def test_a_short_run_keeps_its_budget_and_beats_or_equals_the_heuristic(tmp_path: Path,
                                                                         capsys: pytest.CaptureFixture[str]) -> None:
     begun = time.monotonic()
-    assert cli.main(["run", "--geometry", str(GEOMETRY), "--state-dtype", "float16", "--batch", "8,64", "--budget", "90s",
-                     "--jobs", "4", "--out", str(tmp_path)]) == 0
+    assert cli.main(["run", "--geometry", str(GEOMETRY), "--state-dtype", "float16", "--batch", "8,64", "--jobs", "4",
+                     "--budget", "90s", "--out", str(tmp_path)]) == 0
     assert time.monotonic() - begun < 90
     said, arch = capsys.readouterr().out, archs.of("cuda")
     assert "were not begun" not in said
