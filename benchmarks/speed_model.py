@@ -1,0 +1,222 @@
+"""A model of the time of a Mamba2 replay step in the bulk design, on an H200 and on what nobody here has.
+
+    python -m benchmarks.speed_model benchmarks/results/h200/*.json
+
+writes the table between ``<!-- model -->`` and ``<!-- end -->`` in docs/performance.md.
+
+A step takes ``start + tail * share of steps with a flush + body``. The body is the p-norm of three times, each of
+which would be the body's if the other two were nothing:
+
+* memory: the bytes that the method must move (``mamba2_step_bytes``) at the bandwidth of a large copy;
+* issue: the instructions of all items (``benchmarks/issue_counts.py``), one a cycle and scheduler;
+* latency: Little's law. The grid holds CTAs times stages items in flight, and every item is in flight for
+  ``LATENCY_US`` at least.
+
+``start``, ``tail`` and p are calibrated by least squares of the relative error on one geometry, 64x64x128 in 8
+groups, at all its batches and dtypes; the others validate them. They are taken as they are to other devices. The
+latency is not calibrated: at full bandwidth items are in flight for 3 us and more, so that no row depends on it. It
+is what a step of batch 1, 2.5 us, leaves beside the 0.98 us before its first copy and the 0.62 us behind its last
+arrival, which a trace showed (docs/performance.md).
+
+Figures of the devices, with their sources:
+
+* H200: 4.8 TB/s (NVIDIA's data sheet), 132 SMs and 1.98 GHz as reported by the driver in the benchmark.
+* B200: 8 TB/s (NVIDIA: 64 TB/s of a DGX B200 with eight), 148 SMs, a clock "similar to the high power SXM5 H100"
+  (chipsandcheese.com, "Nvidia's B200: Keeping the CUDA Juggernaut Rolling"), here the H200's.
+* B300: 8 TB/s (glennklockwood.com/garden/processors/B300). NVIDIA's 160 SMs are those of the whole chip; here as
+  many as a B200 has, and the same clock.
+* A large copy reaches the same share of the HBM's bandwidth on all: what was measured on the H200.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.report import DOCS, fill, load, nearest
+from replayssm_cute.kernels.mamba2_config import Mamba2Config, default_config
+from replayssm_cute.kernels.targets import TARGETS
+from replayssm_cute.layout import mamba2_step_bytes
+from replayssm_cute.types import Mamba2Geometry
+from replayssm_tune.cli import parse_geometry
+from tests.compiled_kernels import make_problem
+
+COUNTS = Path(__file__).parent / "results" / "issue_counts.json"
+CALIBRATION = "64x64x128/8"
+SCHEDULERS = 4                  # of a multiprocessor, an instruction a cycle each
+LATENCY_US = 0.8
+SHARPNESS = np.arange(1.5, 6.01, 0.25).tolist()    # what is tried for p
+SHOWN = (1, 8, 64, 256, 512)    # batches of the table
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the model knows of a device.
+
+    Attributes:
+        target: of the compiler; names the multiprocessors and the issue counts.
+        clock_ghz: of the multiprocessors.
+        hbm_tbs: bandwidth of the memory on paper, in TB/s.
+    """
+
+    target: str
+    clock_ghz: float
+    hbm_tbs: float
+
+    @property
+    def sms(self) -> int:
+        return TARGETS[self.target].sms
+
+
+DEVICES = {"H200": Device("sm_90a", 1.98, 4.8), "B200": Device("sm_100a", 1.98, 8.0),
+           "B300": Device("sm_103a", 1.98, 8.0)}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is launched: a layer, a batch, and how."""
+
+    geometry: Mamba2Geometry
+    buffer_len: int
+    state_dtype: torch.dtype
+    batch: int
+    config: Mamba2Config
+
+    @property
+    def nbytes(self) -> float:
+        return self.batch * mamba2_step_bytes(self.geometry, self.buffer_len, self.state_dtype)
+
+    @property
+    def items(self) -> int:
+        return self.batch * self.geometry.nheads
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What is calibrated.
+
+    Attributes:
+        start: microseconds of launch, first copy and last item.
+        tail: microseconds more of a step in which a row flushes.
+        sharpness: p of the norm; the larger, the less the three limits disturb each other.
+        copy_share: share of the HBM's bandwidth that a large copy reaches.
+    """
+
+    start: float
+    tail: float
+    sharpness: float
+    copy_share: float
+
+
+@functools.cache
+def issue_counts() -> dict[str, dict[str, int]]:
+    return json.loads(COUNTS.read_text())
+
+
+def issued(step: Step, device: Device) -> int:
+    """Machine instructions of one item.
+
+    Raises:
+        KeyError: they were not counted for this head shape and dtype.
+    """
+    g = step.geometry
+    name = f"{g.headdim}x{g.dstate} {str(step.state_dtype).removeprefix('torch.')}"
+    return issue_counts()[device.target][name]
+
+
+def limits_us(step: Step, device: Device, copy_share: float) -> tuple[float, float, float]:
+    """Microseconds of the body by memory, by issue and by latency alone."""
+    memory = step.nbytes / (device.hbm_tbs * copy_share * 1e6)
+    issue = step.items * issued(step, device) / (device.sms * SCHEDULERS * device.clock_ghz * 1e3)
+    in_flight = min(step.items, device.sms * step.config.min_ctas * step.config.stages)
+    return memory, issue, LATENCY_US * step.items / in_flight
+
+
+def norm(values: tuple[float, ...], p: float) -> float:
+    return sum(v ** p for v in values) ** (1 / p)
+
+
+def flushing(step: Step) -> float:
+    """Share of steps in which at least one row flushes; cursors are spread evenly."""
+    return min(1.0, step.batch / step.buffer_len)
+
+
+def step_us(step: Step, device: Device, p: Parameters) -> float:
+    """Predicted microseconds of a step."""
+    body = norm(limits_us(step, device, p.copy_share), p.sharpness)
+    return p.start + p.tail * flushing(step) + body
+
+
+def measured(rows: list[dict[str, Any]]) -> list[tuple[Step, float]]:
+    """The steps of benchmark rows with their microseconds."""
+    found = []
+    for row in rows:
+        cute = row["backends"]["cute"]
+        step = Step(parse_geometry(row["geometry"]), row["buffer_len"], getattr(torch, row["state_dtype"]),
+                    row["batch"], Mamba2Config.from_dict(cute["config"]))
+        found.append((step, cute["us"]))
+    return found
+
+
+def calibrate(rows: list[dict[str, Any]]) -> Parameters:
+    """The parameters that predict the rows of ``CALIBRATION`` best.
+
+    ``start`` and ``tail`` are linear and solved for, ``sharpness`` is searched.
+    """
+    chosen = [row for row in rows if row["geometry"] == CALIBRATION]
+    points, device = measured(chosen), DEVICES["H200"]
+    copy_share = float(np.median([row["copy_gbps"] for row in chosen])) / (1000 * device.hbm_tbs)
+    us = np.array([time for _, time in points])
+    linear = np.array([(1, flushing(step)) for step, _ in points]) / us[:, None]
+
+    def fit(sharpness: float) -> tuple[float, Parameters]:
+        body = np.array([norm(limits_us(step, device, copy_share), sharpness) for step, _ in points])
+        (start, tail), *_ = np.linalg.lstsq(linear, 1 - body / us, rcond=None)
+        error = linear @ (start, tail) + body / us - 1
+        return float(error @ error), Parameters(float(start), float(tail), sharpness, copy_share)
+
+    return min(map(fit, SHARPNESS), key=lambda found: found[0])[1]
+
+
+def elsewhere(step: Step, name: str, p: Parameters) -> str:
+    """Predicted microseconds on another device with the heuristic's choice there, and what limits the body."""
+    device, g = DEVICES[name], step.geometry
+    problem = make_problem((g.nheads, g.headdim, g.dstate, g.ngroups), step.state_dtype, step.buffer_len)
+    config = default_config(problem, step.batch, TARGETS[device.target])
+    assert config is not None
+    there = Step(g, step.buffer_len, step.state_dtype, step.batch, config)
+    limits = limits_us(there, device, p.copy_share)
+    return f"{step_us(there, device, p):.1f} ({', '.join(f'{limit:.1f}' for limit in limits)})"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table: measured and predicted on the H200, predicted elsewhere."""
+    p = calibrate(rows)
+    columns = ("layer", "state", "batch", "H200 measured", "H200 model", "error", "B200 predicted", "B300 predicted")
+    lines = [f"Microseconds; in brackets what memory, issue and latency alone would take. Calibrated on {CALIBRATION}: "
+             f"start {p.start:.2f} us, tail {p.tail:.2f} us, p = {p.sharpness:.2f}; a copy reaches "
+             f"{100 * p.copy_share:.1f}% of the HBM's bandwidth.", "",
+             f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for step, us in measured(rows):
+        if step.batch in SHOWN:
+            model = step_us(step, DEVICES["H200"], p)
+            cells = (step.geometry, str(step.state_dtype).removeprefix("torch."), step.batch, f"{us:.2f}",
+                     f"{model:.2f}", f"{100 * (model / us - 1):+.1f}%", elsewhere(step, "B200", p),
+                     elsewhere(step, "B300", p))
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    fill(DOCS / "performance.md", "<!-- model -->", table(nearest(load(sys.argv[1:]))))
+
+
+if __name__ == "__main__":
+    main()
