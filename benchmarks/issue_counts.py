@@ -80,27 +80,37 @@ def issued(problem: Mamba2Problem, config: Mamba2Config, target: str) -> float:
     return added * machine / sum(map(size, code.blocks))
 
 
-def count_target(target: str) -> None:
-    """Print the counts of a target, in a process of its own: the DSL fixes its architecture when imported."""
+def problems() -> dict[str, Mamba2Problem]:
+    """What is counted, by head shape and state dtype."""
+    return {f"{P}x{N} {str(state).removeprefix('torch.')}": make_problem((HEADS, P, N, 1), state, L)
+            for P, N in SHAPES for state in STATES}
+
+
+def count(target: str, names: list[str]) -> dict[str, int]:
+    """The counts of some kernels of a target, from a process of its own: the DSL fixes its architecture."""
+    run = subprocess.run([sys.executable, "-m", "benchmarks.issue_counts", target, *names], cwd=ROOT, check=True,
+                         text=True, stdout=subprocess.PIPE, env={**os.environ, "CUTE_DSL_ARCH": target,
+                                                                 "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tuning'}"})
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def count_here(target: str, names: list[str]) -> dict[str, int]:
+    """The same in this process."""
     counts = {}
-    for headdim, dstate in SHAPES:
-        for state in STATES:
-            problem = make_problem((HEADS, headdim, dstate, 1), state, L)
-            config = default_config(problem, 512, TARGETS[target])
-            assert config is not None and config.design == "bulk"
-            name = f"{headdim}x{dstate} {str(state).removeprefix('torch.')}"
-            counts[name] = round(issued(problem, config, target))
-    print(json.dumps(counts))
+    for name in names:
+        problem = problems()[name]
+        config = default_config(problem, 512, TARGETS[target])
+        assert config is not None and config.design == "bulk"
+        counts[name] = round(issued(problem, config, target))
+    return counts
 
 
 def main() -> None:
-    found = {}
-    for target in TARGETS:
-        run = subprocess.run([sys.executable, "-m", "benchmarks.issue_counts", target], cwd=ROOT, check=True, text=True,
-                             stdout=subprocess.PIPE, env={**os.environ, "CUTE_DSL_ARCH": target})
-        found[target] = json.loads(run.stdout.splitlines()[-1])
-    COUNTS.write_text(json.dumps(found, indent=1) + "\n")
+    if sys.argv[1:]:
+        print(json.dumps(count_here(sys.argv[1], sys.argv[2:])))
+    else:
+        COUNTS.write_text(json.dumps({target: count(target, list(problems())) for target in TARGETS}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    count_target(sys.argv[1]) if sys.argv[1:] else main()
+    main()

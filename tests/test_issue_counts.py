@@ -1,0 +1,28 @@
+"""The instructions counted for the speed model are those of the kernels as they are."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from benchmarks.issue_counts import count, problems
+from benchmarks.speed_model import issue_counts
+from replayssm_cute.kernels.targets import TARGETS
+
+
+def test_committed_counts_are_complete() -> None:
+    assert {target: set(counts) for target, counts in issue_counts().items()} == \
+        {target: set(problems()) for target in TARGETS}
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_a_committed_count_is_counted_again(target: str) -> None:
+    """Within 5%: the versions of the DSL differ a little. ``python -m benchmarks.issue_counts`` counts anew."""
+    name = "64x128 float16"
+    assert count(target, [name])[name] == pytest.approx(issue_counts()[target][name], rel=0.05)
+
+
+def test_packed_products_need_fewer_instructions() -> None:
+    counts = issue_counts()
+    assert all(counts["sm_100a"][name] < counts["sm_90a"][name] for name in problems())
