@@ -66,6 +66,8 @@ def test_a_kernel_is_compiled_once_for_all_batches() -> None:
     more = [unit(point, "triton", H200) for point in points(POINT.geometry, ["float16", "float32"], [16, 32], [1, 8])]
     kinds = {(u.point.state_dtype, u.point.buffer_len) for u, _ in distinct(more)}
     assert len(kinds) == 4
+    assert [c == u.configs[0] for u, c in distinct(more)] == [True] * 4 + [False] * (len(distinct(more)) - 4), \
+        "what every unit needs is compiled first"
 
 
 def test_without_jobs_nothing_is_compiled_ahead() -> None:

@@ -83,6 +83,13 @@ def unit(point: Point, backend: str, arch: Arch) -> Unit:
 
 
 def distinct(units: Iterable[Unit]) -> list[tuple[Unit, dict[str, Any]]]:
-    """The different kernels of some units: batches share them, because no kernel is specialised on the batch."""
-    found = {(u.point.problem, u.backend, tuple(sorted(c.items()))): (u, c) for u in units for c in u.configs}
+    """The different kernels of some units: batches share them, because no kernel is specialised on the batch.
+
+    In the order in which they should be compiled: the heuristic's choices first, since every unit needs its own.
+    """
+    listed = list(units)
+    kernels = [(u, c) for part in (slice(1), slice(1, None)) for u in listed for c in u.configs[part]]
+    found: dict[tuple[Any, ...], tuple[Unit, dict[str, Any]]] = {}
+    for u, c in kernels:
+        found.setdefault((u.point.problem, u.backend, *sorted(c.items())), (u, c))
     return list(found.values())
