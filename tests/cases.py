@@ -251,16 +251,18 @@ def narrowed(t: Tensor, dtype: torch.dtype, truncating: bool) -> Tensor:
 
 
 def check(before: Case, after: Case, exact: Case | None = None, *,
-          roundings: float = tolerance.FP32_ROUNDINGS, truncating: bool = False) -> float:
+          roundings: float | None = None, truncating: bool = False) -> float:
     """Assert that ``after`` is ``before`` plus one correct step; the oracle is run unless given.
 
     Args:
-        roundings, truncating: see ``tolerance.bound``.
+        roundings, truncating: see ``tolerance.bound``; None is ``tolerance.fp32_roundings`` of the case's L.
 
     Returns:
         The worst error as a fraction of its tolerance, for those who collect margins.
     """
     exact, scale, masks = exact or oracle(before), scale_of(before), written(before)
+    if roundings is None:
+        roundings = tolerance.fp32_roundings(before.buffer_len)
     worst = 0.0
     for name, buffer in after.buffers.items():
         mask = masks.get(name, torch.zeros_like(buffer, dtype=torch.bool))
