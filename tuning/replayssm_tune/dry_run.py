@@ -56,10 +56,12 @@ def resources(order: run.Order, arch: Arch, kernels: list[tuple[Unit, dict[str, 
                   header_style="bold")
     compilers, deadline = Compilers(run.COMPILER, order.jobs, arch, resources=True), time.monotonic() + order.budget
     compilers.submit(kernels)
+    shown = sorted(kernels, key=lambda k: (order.state_dtypes.index(k[0].point.state_dtype), k[0].point.buffer_len,
+                                           order.backends.index(k[0].backend)))
     varying = {backend: _varying([c for u, c in kernels if u.backend == backend]) for backend in order.backends}
     try:
         with run.bar(console) as progress:
-            for u, config in progress.track(kernels, description="compiled"):
+            for u, config in progress.track(shown, description="compiled"):
                 if time.monotonic() > deadline:
                     table.caption = "the budget is spent; the rest was not compiled"
                     break
