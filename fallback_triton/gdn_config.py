@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
-from fallback_triton.mamba2_config import LINE, MAX_REGISTERS, MAX_STATE_PER_THREAD, next_power_of_two
-from replayssm_cute.errors import ArgumentError
+from fallback_triton.config import LaunchConfig
+from fallback_triton.mamba2_config import MAX_REGISTERS, MAX_STATE_PER_THREAD, next_power_of_two, tile_columns
 from replayssm_cute.gdn_types import GdnFoldProblem, GdnGeometry, GdnProblem
+from replayssm_cute.rounding import elements_per_call
 from replayssm_cute.types import SUPPORTED, Support
-
-ELEMENTS_PER_CALL = 8  # neighbours of a 2-byte pool that one call of the random generator serves
 
 
 @dataclass(frozen=True)
-class GdnTritonConfig:
+class GdnTritonConfig(LaunchConfig):
     """How a program splits a head's state.
 
     Attributes:
@@ -34,18 +32,6 @@ class GdnTritonConfig:
     def tiles(self, head_v_dim: int) -> int:
         """Programs of one head."""
         return -(-head_v_dim // self.block_v)
-
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> GdnTritonConfig:
-        """Raises ArgumentError on unknown keys or values that are no integers."""
-        known = [f.name for f in fields(cls)]
-        for key, value in values.items():
-            if key not in known or type(value) is not int:
-                raise ArgumentError(f"config[{key!r}]", f"an integer under one of {known}", repr(value))
-        return cls(**values)
 
 
 def state_per_thread(geometry: GdnGeometry, config: GdnTritonConfig, warp_size: int) -> float:
@@ -67,7 +53,7 @@ def validate(problem: GdnProblem | GdnFoldProblem, config: GdnTritonConfig, warp
         return Support(False, f"{c.num_warps} warps of {warp_size} exceed 512 threads")
     if max(c.state_k, c.ring_k) > next_power_of_two(g.head_k_dim):
         return Support(False, f"a tile is wider than K={g.head_k_dim}")
-    if getattr(problem, "philox_rounds", 0) and c.state_k < ELEMENTS_PER_CALL:
+    if getattr(problem, "philox_rounds", 0) and c.state_k < elements_per_call(problem.state_dtype):
         return Support(False, f"state_k={c.state_k} splits a call of the random generator")
     if state_per_thread(g, c, warp_size) > MAX_STATE_PER_THREAD:
         return Support(False, f"a thread would hold more than {MAX_STATE_PER_THREAD} state elements")
@@ -88,13 +74,8 @@ def default_config(problem: GdnProblem | GdnFoldProblem, warp_size: int = 32) ->
         block_v //= 2
     for num_warps in (1, 2, 4, 8):
         threads = num_warps * warp_size
-        config = GdnTritonConfig(block_v, num_warps, _tile_columns(g.head_k_dim, problem.state_dtype.itemsize, threads),
-                                 _tile_columns(g.head_k_dim, problem.ring_dtype.itemsize, threads))
+        config = GdnTritonConfig(block_v, num_warps, tile_columns(g.head_k_dim, problem.state_dtype.itemsize, threads),
+                                 tile_columns(g.head_k_dim, problem.ring_dtype.itemsize, threads))
         if 2 * threads > 256 or state_per_thread(g, config, warp_size) <= 64:
             return config
     raise AssertionError("unreachable: the loop ends with 256 threads")
-
-
-def _tile_columns(head_k_dim: int, itemsize: int, threads: int) -> int:
-    """Columns of a tile: ``LINE`` bytes, and fewer than the threads (see ``device``)."""
-    return min(LINE // itemsize, max(16, threads // 2), next_power_of_two(head_k_dim))

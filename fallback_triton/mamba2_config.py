@@ -5,10 +5,9 @@ Nothing here imports Triton, so that a tuner or a registry can read it anywhere.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from replayssm_cute.errors import ArgumentError
+from fallback_triton.config import LaunchConfig
 from replayssm_cute.rounding import elements_per_call
 from replayssm_cute.types import SUPPORTED, Mamba2Geometry, Mamba2Problem, Support
 
@@ -22,7 +21,7 @@ def next_power_of_two(n: int) -> int:
 
 
 @dataclass(frozen=True)
-class Mamba2TritonConfig:
+class Mamba2TritonConfig(LaunchConfig):
     """How a program of the Mamba2 kernels splits a head's state.
 
     Attributes:
@@ -53,18 +52,6 @@ class Mamba2TritonConfig:
     def tiles(self, headdim: int) -> int:
         """Programs of one head."""
         return -(-headdim // self.rows)
-
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Mamba2TritonConfig:
-        """Raises ArgumentError on unknown keys or values that are no integers."""
-        known = [f.name for f in fields(cls)]
-        for key, value in values.items():
-            if key not in known or type(value) is not int:
-                raise ArgumentError(f"config[{key!r}]", f"an integer under one of {known}", repr(value))
-        return cls(**values)
 
 
 def state_per_thread(geometry: Mamba2Geometry, config: Mamba2TritonConfig, warp_size: int) -> float:
@@ -146,8 +133,8 @@ def _tile(g: Mamba2Geometry, state_itemsize: int, ring_itemsize: int, warp_size:
     for num_warps in (1, 2, 4, 8):
         threads = num_warps * warp_size
         config = Mamba2TritonConfig(
-            block_p, tail_p, num_warps, _tile_columns(g.dstate, state_itemsize, threads),
-            _tile_columns(g.dstate, ring_itemsize, threads), min(32, next_power_of_two(g.dstate)))
+            block_p, tail_p, num_warps, tile_columns(g.dstate, state_itemsize, threads),
+            tile_columns(g.dstate, ring_itemsize, threads), min(32, next_power_of_two(g.dstate)))
         if 2 * threads > 256 or state_per_thread(g, config, warp_size) <= 1.25 * per_thread:
             break
     return config
@@ -166,6 +153,6 @@ def _split_rows(headdim: int, dstate: int, most: int) -> tuple[int, int]:
     return block_p, 0
 
 
-def _tile_columns(dstate: int, itemsize: int, threads: int) -> int:
+def tile_columns(dstate: int, itemsize: int, threads: int) -> int:
     """Columns of a tile: ``LINE`` bytes, and fewer than the threads (see ``device``)."""
     return min(LINE // itemsize, max(16, threads // 2), next_power_of_two(dstate))

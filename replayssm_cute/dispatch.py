@@ -58,12 +58,13 @@ def backend_module(name: str) -> Backend:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A backend in order of preference: whether it can serve, with which tuned config, and why."""
+    """A backend in order of preference: whether it can serve, with which tuned config out of which row, and why."""
 
     backend: str
     support: Support
     config: dict[str, Any] | None
     why: str
+    row: str = ""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -74,7 +75,7 @@ def candidates(problem: Mamba2Problem, batch: int, arch: Arch) -> tuple[Candidat
     for backend, why in _preference(tuned.fastest(OP, problem, arch), arch):
         entry = row.backends.get(backend) if row else None
         found.append(Candidate(backend, backend_module(backend).supports(problem, arch),
-                               entry.config if entry else None, why))
+                               entry.config if entry else None, why, row.describe() if row and entry else ""))
     return tuple(found)
 
 
@@ -150,7 +151,19 @@ def prepare(problem: Mamba2Problem, batch: int, device: torch.device,
 def run(problem: Mamba2Problem, batch: int, device: torch.device, backend: str | None,
         args: tuple[Any, ...]) -> Launch:
     """Prepare and make the first call of a launch; on failure fall through, as ``prepare`` does."""
-    launch = prepare(problem, batch, device, backend)
+    return first_call(prepare(problem, batch, device, backend), args, describe(problem), backend is not None,
+                      lambda failed: prepare(problem, batch, device, after=failed))
+
+
+def first_call(launch: Launch, args: tuple[Any, ...], subject: str, named: bool,
+               behind: Callable[[str], Launch]) -> Launch:
+    """Call a launch for the first time; where it fails, warn and go on to the launch behind it.
+
+    Args:
+        subject: what is served, for the warning.
+        named: the caller insists on this backend: its failure is raised.
+        behind: backend that failed -> the launch that comes next.
+    """
     while True:
         try:
             launch.call(*args)
@@ -158,11 +171,11 @@ def run(problem: Mamba2Problem, batch: int, device: torch.device, backend: str |
         except ReplayError:
             raise
         except Exception as error:
-            if backend is not None:
+            if named:
                 raise
-            warn_once(f"backend {launch.backend!r} failed on {describe(problem)}, falling "
+            warn_once(f"backend {launch.backend!r} failed on {subject}, falling "
                       f"through: {type(error).__name__}: {error}")
-            launch = prepare(problem, batch, device, after=launch.backend)
+            launch = behind(launch.backend)
 
 
 def explain(problem: Mamba2Problem, batch: int, device: torch.device | str | Arch | None = None) -> str:
@@ -175,7 +188,7 @@ def explain(problem: Mamba2Problem, batch: int, device: torch.device | str | Arc
             chosen, mark = True, "->"
         else:
             mark = "  "
-        config = "" if c.config is None else f", tuned {c.config}"
+        config = "" if c.config is None else f", tuned {c.config} ({c.row})"
         rounded = f", rounding {rounding(problem, arch, c.backend)}" if problem.philox_rounds else ""
         lines.append(f"{mark} {c.backend:6s} {c.why}{config}{rounded}" if c.support
                      else f"{mark} {c.backend:6s} cannot: {c.support.reason}")

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from replayssm_cute import arch as archs
 from replayssm_cute.arch import Arch
-from replayssm_cute.dispatch import served, warn_once
-from replayssm_cute.errors import ArgumentError, ReplayError, UnsupportedError
+from replayssm_cute.dispatch import Launch, first_call, served, warn_once
+from replayssm_cute.errors import ArgumentError, UnsupportedError
 from replayssm_cute.gdn_types import GdnFoldProblem, GdnProblem
 from replayssm_cute.types import Support
 
 BACKENDS = ("triton", "torch")
 Problem = GdnProblem | GdnFoldProblem
-Launch = tuple[str, Callable[..., object]]
 
 _launches: dict[tuple[Any, ...], Launch] = {}
 
@@ -49,7 +48,7 @@ def preference(arch: Arch) -> tuple[str, ...]:
 
 def prepare(problem: Problem, device: torch.device | str, backend: str | None = None,
             after: str | None = None) -> Launch:
-    """(backend, launch) that serves ``problem``: the named one, or the first that can, behind ``after``.
+    """The launch that serves ``problem``: that of the named backend, or of the first that can, behind ``after``.
 
     Raises:
         UnsupportedError: the named backend cannot serve, or none can.
@@ -63,7 +62,7 @@ def prepare(problem: Problem, device: torch.device | str, backend: str | None = 
         support = module.supports(problem, arch)
         if support:
             try:
-                return name, module.prepare(problem, arch)
+                return Launch(name, module.prepare(problem, arch), self_checking=False)
             except Exception as error:
                 if backend is not None:
                     raise
@@ -84,25 +83,10 @@ def serve(args: tuple[Any, ...], options: tuple[Any, ...], pose: Callable[[], Pr
                                      if isinstance(t, Tensor) else type(t) for t in args))
     launch = _launches.get(signature)
     if launch is not None:
-        launch[1](*args)
+        launch.call(*args)
     else:
         problem = pose()
-        launch = _first_call(problem, prepare(problem, device, backend), device, backend, args)
+        launch = first_call(prepare(problem, device, backend), args, str(problem), backend is not None,
+                            lambda failed: prepare(problem, device, after=failed))
         _launches[signature] = launch
-    served[options[0], launch[0]] += 1
-
-
-def _first_call(problem: Problem, launch: Launch, device: torch.device, backend: str | None,
-                args: tuple[Any, ...]) -> Launch:
-    """Make the first call of a launch; on failure fall through as ``prepare`` does."""
-    while True:
-        try:
-            launch[1](*args)
-            return launch
-        except ReplayError:
-            raise
-        except Exception as error:
-            if backend is not None:
-                raise
-            warn_once(f"backend {launch[0]!r} failed on {problem}, falling through: {error!r}")
-            launch = prepare(problem, device, after=launch[0])
+    served[options[0], launch.backend] += 1

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from replayssm_cute.errors import ArgumentError
 from replayssm_cute.gdn_types import GdnGeometry
+from replayssm_cute.layout import MAX_BUFFER_LEN
 
-MAX_BUFFER_LEN = 64
 MAX_TOKENS = 16
 RING_NAMES = ("d_cache", "k_cache", "g_cache")
 RAW_NAMES = ("rawv_cache", "rawk_cache", "beta_cache")

@@ -25,7 +25,6 @@ ROUNDINGS = 12
 DECODE = ("state", "q", "k", "v", "a", "b", "A_log", "dt_bias", "d_cache", "k_cache", "g_cache", "write_pos",
           "force_flush", "ssm_state_indices", "null_block_id", "out")
 RINGS = ("d_cache", "k_cache", "g_cache", "rawv_cache", "rawk_cache", "beta_cache")
-RAW = RINGS[3:]
 POOLS = ("state", *RINGS)
 NARROW = ("rawv_cache", "rawk_cache")
 

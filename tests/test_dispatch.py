@@ -86,12 +86,15 @@ def test_first_choice(fake: Fake, arch: Arch, first: str) -> None:
 @pytest.mark.parametrize("first", ["cute", "triton"])
 def test_hopper_takes_what_was_measured_as_faster(fake: Fake, monkeypatch: pytest.MonkeyPatch, first: str) -> None:
     entries = {"cute": SimpleNamespace(config={"a": 1}), "triton": SimpleNamespace(config={"b": 2})}
-    monkeypatch.setattr(tuned, "lookup", lambda *args: SimpleNamespace(backends=entries))
+    row = SimpleNamespace(backends=entries, describe=lambda: "in its words")
+    monkeypatch.setattr(tuned, "lookup", lambda *args: row)
     monkeypatch.setattr(tuned, "fastest", lambda *args: (first, "a row"))
     assert order(gpu(9, 0))[0] == first
     assert order(gpu(10, 0))[0] == "cute", "on Blackwell the choice is fixed"
     dispatch.prepare(PROBLEM, 64, on(monkeypatch, gpu(9, 0)))
     assert fake.configs[first] == entries[first].config, "the tuned config reaches the backend"
+    chosen = next(line for line in dispatch.explain(PROBLEM, 64, "cpu").splitlines() if line.startswith("->"))
+    assert first in chosen and "a row" in chosen and "in its words" in chosen
 
 
 def test_automatic_choice_falls_through_with_one_warning(fake: Fake, monkeypatch: pytest.MonkeyPatch,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from replayssm_cute import demo, dispatch, gdn_dispatch
-from replayssm_cute.backends import gdn_triton
+from replayssm_cute.backends import triton
 from replayssm_cute.errors import ArgumentError, UnsupportedError
 from replayssm_cute.gdn import (
     fused_recurrent_linear_replayssm_decode,
@@ -140,7 +140,7 @@ def test_named_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(K=9)
     with pytest.raises(ArgumentError, match="backend"):
         gdn_replayssm_decode(**decode_options(case), backend="cute-dsl")
-    monkeypatch.setattr(gdn_triton, "_interpreting", lambda: False)
+    monkeypatch.setattr(triton, "_interpreting", lambda: False)
     with pytest.raises(UnsupportedError, match="no GPU"):
         gdn_replayssm_decode(**decode_options(case), backend="triton")
     gdn_replayssm_decode(**decode_options(case), backend="torch")

@@ -33,12 +33,13 @@ def _interpreting() -> bool:
     return interpreted(replay_kernel)
 
 
-def _warp_size(arch: Arch) -> int:
+def warp_size(arch: Arch) -> int:
     """Lanes of a warp: 64 on AMD's data-centre GPUs."""
     return 64 if arch.kind == "hip" else 32
 
 
-def supports(problem: Mamba2Problem, arch: Arch) -> Support:
+def available(arch: Arch) -> Support:
+    """Whether Triton kernels run on a device at all, whatever they compute."""
     if not _installed():
         return Support(False, "triton is not installed")
     if arch.kind == "cpu" and not _interpreting():
@@ -46,6 +47,10 @@ def supports(problem: Mamba2Problem, arch: Arch) -> Support:
     if arch.kind == "cuda" and arch.capability < OLDEST:
         return Support(False, f"the kernels need compute capability 8.0, {arch} has less")
     return SUPPORTED
+
+
+def supports(problem: Mamba2Problem, arch: Arch) -> Support:
+    return available(arch)
 
 
 def rounds_in_hardware(problem: Mamba2Problem, arch: Arch) -> bool:
@@ -63,6 +68,6 @@ def _choose(problem: Mamba2Problem, arch: Arch, config: dict[str, Any] | None) -
     """The tuned choice where it is valid for this very problem, else the heuristic."""
     if config is not None:
         tuned = Mamba2TritonConfig.from_dict(config)
-        if validate(problem, tuned, _warp_size(arch)):
+        if validate(problem, tuned, warp_size(arch)):
             return tuned
-    return default_config(problem, _warp_size(arch))
+    return default_config(problem, warp_size(arch))
