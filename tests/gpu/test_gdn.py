@@ -139,7 +139,7 @@ def test_exact_fold_has_the_bits_of_the_per_step_kernel(tokens: int, L: int, act
     chain = started(Shape(tokens, L, 1, 3, 128, 128, requests=5), act=act, ring=act)
     for _ in range(300):
         chain.step(verify, commit, acceptance(chain.gen, 5, tokens))
-    assert chain.bases == set(range(L)) and chain.flushes > 300
+    assert chain.bases == set(range(L)) and chain.flushes > 250
     assert chain.output_error < (1e-2 if act != F32 else 1e-4)
 
 

@@ -81,6 +81,8 @@ def test_options(kind: str, options: dict[str, Any]) -> None:
              "act": act_dtype(kind)}
     if "slots" in options:  # slot 0 is live beside padded rows of null block -1
         options = {**options, "slots": [3, 6, 5, 0, 7], "pool_slots": 9}
+    if "dt_values" in options and shape["act"] == F16:
+        options = {**options, "dt_values": tuple(min(v, 1e3) for v in options["dt_values"])}  # 1e4 leaves fp16's range
     check_kernel(kind, gpu_case(**{**shape, **options}))
 
 
@@ -192,10 +194,11 @@ def test_what_the_tuner_chooses_from_gives_the_same_bits(state: torch.dtype, rou
     configs = candidates("cute", problem, buffer_len, arch)
     if not configs:
         pytest.skip("no CuTe kernels here")
-    other_tile = next(c for c in configs if c["tile_p"] != configs[0]["tile_p"])
     assert configs[1]["prefetch"] != configs[0]["prefetch"]
+    other_tiles = [c for c in configs if c["tile_p"] != configs[0]["tile_p"]][:1]
+    assert other_tiles or (dstate, state) == (256, F32), "only the largest stages leave one tile to choose"
     first = None
-    for config in (configs[0], configs[1], other_tile, configs[-1]):
+    for config in (configs[0], configs[1], *other_tiles, configs[-1]):
         got = case.clone()
         module.prepare(problem, arch, buffer_len, config)(*got.args(), None if seed is None else seed.clone())
         first = first or got
