@@ -1,0 +1,64 @@
+"""Warp-level pieces of the Gated DeltaNet kernels: tensor-core products and packed bf16 pairs in registers.
+
+Lane layout as in ``mma.py``: g = lane // 4, q = lane % 4.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32, Uint32
+
+from replayssm_cute.kernels import mma
+from replayssm_cute.kernels.rounding import bits, from_bits
+
+TF32_MASK = 0xFFFFE000        # sign, exponent and ten bits of mantissa: what a tf32 operand keeps
+
+
+def mma_tf32(a, b, acc):
+    """acc + A B for one m16n8k8 product of fp32 words, of which the hardware takes what ``TF32_MASK`` keeps.
+
+    A lane's a: rows g, g + 8 at k = q, then at k = q + 4; b: column g at k = q, q + 4; acc as in ``mma.mma``.
+    """
+    return cute.arch.inline_ptx(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, "
+        "{{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4, read_only_args=[*a, *b, *acc])
+
+
+def mma_fp32(rows, columns, acc):
+    """acc + A B with fp32 rows and columns that tf32 holds exactly.
+
+    Args:
+        rows: four Float32, this lane's a.
+        columns: two Float32, this lane's b.
+    """
+    high = [bits(x) & Uint32(TF32_MASK) for x in rows]
+    low = [bits(x - from_bits(h)) for x, h in zip(rows, high)]
+    b = [bits(x) for x in columns]
+    return mma_tf32(high, b, mma_tf32(low, b, acc))
+
+
+def transpose(word):
+    """An 8x8 matrix of 2-byte elements, a packed pair a lane (row g, columns 2q and 2q + 1), transposed."""
+    return cute.arch.inline_ptx("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Uint32],
+                                read_only_args=[word])
+
+
+def pack(low, high, kind="bf16x2"):
+    """Two Float32, rounded to nearest, as one register."""
+    return cute.arch.inline_ptx(f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32],
+                                read_only_args=[high, low])
+
+
+def unpack(word):
+    """The two Float32 of a packed pair of bf16, low half first."""
+    return from_bits(word << 16), from_bits(word & Uint32(0xFFFF0000))
+
+
+def split(low, high):
+    """A pair of fp32 values as ``mma.PARTS`` packed pairs of bf16 whose sum they are, up to 2^-24; largest first."""
+    parts = []
+    for _ in range(mma.PARTS):
+        parts.append(pack(low, high))
+        a, b = unpack(parts[-1])
+        low, high = low - a, high - b
+    return parts

@@ -1,0 +1,167 @@
+"""The producer warp of the staged kernel: facts of the rows, bulk copies, gates and weights.
+
+What an item needs to know of its row is read for 32 items at once, one block ahead, and its gates one item ahead, so
+that no item waits for a load from global memory.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from replayssm_cute.kernels import device
+from replayssm_cute.kernels.gdn_gates import exp, gates
+from replayssm_cute.kernels.mamba2_bulk import EVICT_FIRST, bulk_load
+
+SLOT, KEY, POS, BASE, FLUSH, START, COUNT, HEAD, TILE_V = range(9)     # an item's integers
+FACTS = 7                                      # those that are a row's: up to COUNT
+PADDED, SKIPPED = -1, -2                       # slots of rows that are padding, or not of this launch
+GATE, BETA = range(2)
+
+
+class Producer:
+    """Mixin of the staged kernel."""
+
+    def split(self, item):
+        """Item -> (batch row, head, tile)."""
+        return item // (self.HV * self.tiles_v), item // self.tiles_v % self.HV, item % self.tiles_v
+
+    @cute.jit
+    def load_facts(self, mStarts, mSlots, mKeys, mPos, mBase, mFlush, null_block_id, b):
+        """The facts of batch row b, Int32 each, in their order."""
+        slot = Int32(mSlots[b])
+        key, start, count, row, base, forced = slot, b, Int32(1), b, Int32(0), Int32(0)
+        if const_expr(self.spec):
+            key, start = Int32(mKeys[b]), mStarts[b]
+            count, row = mStarts[b + 1] - start, key
+        pos = Int32(0)
+        if slot == null_block_id or slot < 0 or key == null_block_id or key < 0:
+            slot = Int32(PADDED)
+        if slot >= 0:
+            pos = mPos[row]
+            if const_expr(self.spec):
+                base = mBase[row]
+            if const_expr(mFlush is not None):
+                forced = Int32(mFlush[row])
+            if const_expr(not self.spec):
+                if pos == self.L - 1:
+                    forced = Int32(1)
+            if const_expr(self.problem.launch_mode != "both"):
+                if (forced != 0) != (self.problem.launch_mode == "flush"):
+                    slot = Int32(SKIPPED)
+        return slot, key, pos, base, forced, start, count
+
+    @cute.jit
+    def load_gates(self, mA, mB, mAlog, mBias, mGc, mBeta, facts, h, lane):
+        """What the gates of an item are made of, as loaded: the lane's token, and the lane's record."""
+        slot, key, pos, base, _, start, count = facts
+        token = cutlass.min(start + cutlass.max(cutlass.min(lane, count - 1), 0), mA.shape[0] - 1)
+        old_g, old_beta = Float32(0.0), Float32(0.0)
+        if slot >= 0 and lane < pos:
+            row = self.ring_row(base, lane)
+            old_g = mGc[Int64(key), h, row]
+            if const_expr(self.exact):
+                old_beta = mBeta[Int64(key), h, row]
+        return mA[token, h], mB[token, h], mAlog[h], mBias[h], old_g, old_beta
+
+    @cute.jit
+    def store_gates(self, s, raw, facts, stage, lane):
+        """Gates of the window, weights of the records, and what an exact fold takes of them, into the stage."""
+        a, b, A_log, dt_bias, old_g, old_beta = raw
+        slot, _, pos, _, flush, _, count = facts
+        gates_of, weights, decays = s.gates, s.weight, s.decay
+        g, beta = gates(a.to(Float32), b.to(Float32), A_log.to(Float32), dt_bias.to(Float32))
+        if lane < self.T:
+            gates_of[lane, GATE, stage] = device.select(lane < count, g, Float32(0.0))
+            gates_of[lane, BETA, stage] = device.select(lane < count, beta, Float32(0.0))
+        later, total = device.suffix_sums([old_g], lane, self.L)
+        weights[lane, stage] = device.select(lane < pos, exp(later[0]), Float32(0.0))
+        if lane == 0:
+            decays[stage] = exp(total)
+        if const_expr(self.exact):
+            fold_decay, fold_beta = s.fold_decay, s.fold_beta
+            fold_decay[lane, stage], fold_beta[lane, stage] = exp(old_g), old_beta
+
+    @cute.jit
+    def store_facts(self, s, facts, h, tile, stage):
+        """The item's integers into the stage; one lane."""
+        ints = s.ints
+        for i in cutlass.range_constexpr(FACTS):
+            ints[i, stage] = facts[i]
+        ints[HEAD, stage], ints[TILE_V, stage] = h, tile
+
+    @cute.jit
+    def produce(self, s, mState, mQ, mK, mV, mA, mB, mAlog, mBias, mDc, mKc, mGc, mRv, mRk, mBeta, mStarts, mSlots, mKeys,
+                mPos, mBase, mFlush, null_block_id, items, first, step, count, lane):
+        rows = (mStarts, mSlots, mKeys, mPos, mBase, mFlush, null_block_id)
+        inputs = (mA, mB, mAlog, mBias, mGc, mBeta)
+        per_row = self.HV * self.tiles_v
+        block = self.load_facts(*rows, cutlass.min(first + lane * step, items - 1) // per_row)
+        ahead = self.load_facts(*rows, cutlass.min(first + (32 + lane) * step, items - 1) // per_row)
+        facts = [cute.arch.shuffle_sync(f, 0) for f in block]
+        raw = self.load_gates(*inputs, facts, self.split(first)[1], lane)
+        for k in cutlass.range(count, unroll=1):
+            stage = k % self.stages
+            if k >= self.stages:
+                cute.arch.mbarrier_wait(s.empty + stage, ((k // self.stages) & 1) ^ 1)
+            cute.arch.sync_warp()
+            _, h, tile = self.split(first + k * step)
+            self.copy_item(s, mState, mQ, mK, mV, mDc, mKc, mRv, mRk, facts, h, tile, stage, lane)
+            self.store_gates(s, raw, facts, stage, lane)
+            if lane == 0:
+                self.store_facts(s, facts, h, tile, stage)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(s.full + stage, self.item_bytes(facts))
+            if (k + 1) % 32 == 0:
+                block = ahead
+                ahead = self.load_facts(*rows, cutlass.min(first + (k + 33 + lane) * step, items - 1) // per_row)
+            facts = [cute.arch.shuffle_sync(f, (k + 1) % 32) for f in block]
+            raw = self.load_gates(*inputs, facts, self.split(first + (k + 1) * step)[1], lane)
+        if const_expr(self.config.pdl):  # all that is left is to drain
+            cute.arch.griddepcontrol_launch_dependents()
+
+    def item_bytes(self, facts):
+        """Bytes that the copies of an item bring."""
+        slot, _, pos, _, _, _, count = facts
+        state = self.tile_v * self.K * self.state_dtype.width // 8
+        live = state + pos * (2 * (self.K + self.V)) + count * (4 * self.K + 2 * self.tile_v)
+        return Int32(cutlass.select_(slot >= 0, live, Int32(0)))
+
+    @cute.jit
+    def copy_item(self, s, mState, mQ, mK, mV, mDc, mKc, mRv, mRk, facts, h, tile, stage, lane):
+        """Issue the copies of a live item: one lane those of the slot, the lanes of the tokens those of the window."""
+        slot, key, pos, base, flush, start, count = facts
+        full, hk = s.full + stage, h // self.ratio
+        if slot >= 0:
+            if lane == 0:
+                policy = Int64(EVICT_FIRST) if const_expr(self.config.evict_first) else None
+                bulk_load(s.state[None, None, stage], mState[Int64(slot), h, tile * self.tile_v, None],
+                          Int32(self.tile_v * self.K * self.state_dtype.width // 8), full, policy)
+                if const_expr(self.exact):
+                    if flush != 0:
+                        self.copy_records(s, mRk, mRv, Int64(key), h, hk, base, pos, stage)
+                    else:
+                        self.copy_records(s, mKc, mDc, Int64(key), h, hk, base, pos, stage)
+                else:
+                    self.copy_records(s, mKc, mDc, Int64(key), h, hk, base, pos, stage)
+            if lane < count:
+                token = start + lane
+                bulk_load(s.z[None, lane, stage], mQ[token, hk, None], Int32(2 * self.K), full)
+                bulk_load(s.z[None, self.T + lane, stage], mK[token, hk, None], Int32(2 * self.K), full)
+                bulk_load(s.v[None, lane, stage], cute.local_tile(mV[token, h, None], (self.tile_v,), (tile,)),
+                          Int32(2 * self.tile_v), full)
+
+    @cute.jit
+    def copy_records(self, s, mRingK, mRingV, key, h, hk, base, pos, stage):
+        """The ``pos`` records behind ``base`` in their order: what lies behind the ring's end comes from its front."""
+        full = s.full + stage
+        front = pos
+        if const_expr(self.spec):
+            front = cutlass.min(pos, self.L - base)
+        if front > 0:  # a bulk copy of no bytes is invalid
+            bulk_load(s.k[None, 0, stage], mRingK[key, hk, base, None], front * (2 * self.K), full)
+            bulk_load(s.d[None, 0, stage], mRingV[key, h, base, None], front * (2 * self.V), full)
+        if const_expr(self.spec):
+            if pos > front:
+                bulk_load(s.k[None, front, stage], mRingK[key, hk, 0, None], (pos - front) * (2 * self.K), full)
+                bulk_load(s.d[None, front, stage], mRingV[key, h, 0, None], (pos - front) * (2 * self.V), full)

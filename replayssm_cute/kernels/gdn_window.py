@@ -1,0 +1,302 @@
+"""One warp's part of a step: outputs of the window's tokens, their d, and the append. No other warp is needed.
+
+The state before the window is never built. Its products with z = q and k of every token are
+
+    S_prev z = e^{G_m} (S0 z) + sum_j w_j d_j (k_j . z)
+
+with the ring's records j, w_j = exp of the sum of g behind record j. Inside the window, token s sees the tokens before it
+through (I + A) D = R, solved by forward substitution in fp32:
+
+    R_s = beta_s (v_s - e^{G_s} S_prev k_s)    A_si = beta_s e^{G_s - G_i} (k_i . k_s)
+    o_s = e^{G_s} S_prev q_s + sum_{i <= s} e^{G_s - G_i} (k_i . q_s) d_i
+
+q and k stay raw bf16 in every product, which is exact; their norms and the scale multiply the results.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32, const_expr
+
+from replayssm_cute.kernels import mma
+from replayssm_cute.kernels.gdn_gates import EPSILON, exp
+from replayssm_cute.kernels.gdn_gates import inverse_norm as rsqrt
+from replayssm_cute.kernels.gdn_mma import mma_fp32, pack, split, transpose, unpack
+from replayssm_cute.kernels.gdn_tile import BLOCK, TILE, pick, words
+
+FP16_SHIFT = 13      # columns of z have a norm of at most 2^13 where they are carried in fp16
+
+
+class Window:
+    """Mixin of the kernels. ``src`` is a kernel's source of an item, read by the methods that it defines:
+
+    * ``load_state(src, c, r)``  fragment of chunk c of the lane's row r of the checkpoint;
+    * ``load_k(src, j, c, fragment)``, ``load_d(src, j, fragment)``  the lane's chunk of ring k, its 2 * rows of ring d;
+    * ``weight(src, j)``  w_j, 0 from record ``src.records`` on.
+    """
+
+    # ---- the whole ----------------------------------------------------------------------------------
+
+    @cute.jit
+    def verify_window(self, m, src, item, mOut, mDc, mKc, mGc, mRv, mRk, mBeta, z, v, g, gate, beta, held, decay, release):
+        """Outputs, d and append of an item.
+
+        Args:
+            m: mbarrier that gives the stage back when everything is in registers; None keeps it.
+            z, v: fragments of the window, raw.
+            g: g of every token, in every lane.
+            gate, beta: of the lane's token of every tile.
+            held: records that the ring still contributes; decay: exp of their g.
+            release: whether to give the stage back here.
+
+        Returns:
+            (d of the last tile's lane tokens for each row, inverse norms of k, gram) for a fold that follows.
+        """
+        lane = item.lane
+        gram = self.gram(z)
+        norms_q, norms_k = self.squares(gram, lane)
+        inverse_q = [self.inverse(n) * self.problem.scale for n in norms_q]
+        inverse_k = [self.inverse(n) for n in norms_k]
+        history = self.history(src, z, held, lane)
+        columns, undo_q, undo_k = self.state_columns(z, gram, norms_q, norms_k, lane)
+        before = []                                                # by row: by tile: (q, k)
+        for i in cutlass.range_constexpr(self.rows // 2):
+            sums = self.state_products(src, i, columns)
+            for t in cutlass.range_constexpr(self.tiles):
+                scale_q, scale_k = decay * undo_q[t], decay * undo_k[t]
+                sums[t] = [x * (scale_k if n % 2 else scale_q) for n, x in enumerate(sums[t])]
+                sums[t] = self.add_history(history, i, t, sums[t])
+                sums[t] = [x * (inverse_k[t] if n % 2 else inverse_q[t]) for n, x in enumerate(sums[t])]
+            before = before + [[s[:2] for s in sums], [s[2:] for s in sums]]
+        if const_expr(m is not None):
+            cute.arch.sync_warp()
+            if release:
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(m)
+        d, o = self.solve(gram, inverse_q, inverse_k, before, v, g, beta, lane)
+        self.store(item, mOut, mDc, mKc, mGc, mRv, mRk, mBeta, z, v, gate, beta, inverse_k, d, o)
+        return d, inverse_k
+
+    def inverse(self, squares):
+        return rsqrt(squares) if self.problem.l2norm else Float32(1.0)
+
+    # ---- products -----------------------------------------------------------------------------------
+
+    def gram(self, z):
+        """z . z of all columns: [pair of tiles (rows)][tile (columns)] -> a product's four results.
+
+        Columns of tiles before the pair are left out: nobody asks how a token sees later ones.
+        """
+        packed, zero = [words(t) for t in z], Uint32(0)
+        result = []
+        for pair in range(0, self.tiles, 2):
+            row = [None] * pair
+            for t in range(pair, self.tiles):
+                acc = mma.zeros()
+                for c in range(self.chunks):
+                    for i in range(0, self.W // 2, 2):
+                        low = [packed[pair][i + j, c] for j in range(2)]
+                        high = [packed[pair + 1][i + j, c] if pair + 1 < self.tiles else zero for j in range(2)]
+                        acc = mma.mma(self.act_dtype, (low[0], high[0], low[1], high[1]),
+                                      [packed[t][i + j, c] for j in range(2)], acc)
+                row.append(acc)
+            result.append(row)
+        return result
+
+    def gram_entry(self, gram, i, is_k, t, which, lane_token):
+        """z_row . z_column: row = k (or q) of token i, column = q (which 0) or k (1) of token ``lane_token`` of tile t."""
+        row = gram[i // (2 * TILE)][t]
+        return cute.arch.shuffle_sync(row[2 * (i // TILE % 2) + which], 4 * (2 * (i % TILE) + is_k) + lane_token)
+
+    def squares(self, gram, lane):
+        """Squared norms of q and of k of the lane's token of every tile."""
+        q, norms_q, norms_k = lane % 4, [], []
+        for t in range(self.tiles):
+            entries = gram[t // 2][t]
+            half = 2 * (t % 2)
+            norms_q.append(cute.arch.shuffle_sync(entries[half], 9 * q))
+            norms_k.append(cute.arch.shuffle_sync(entries[half + 1], 9 * q + 4))
+        return norms_q, norms_k
+
+    @cute.jit
+    def history(self, src, z, held, lane):
+        """What the ring contributes: by pair of blocks, (d^T as left operands, weighted scores as right ones).
+
+        Rows from record ``held`` on are zeros: they are not read.
+        """
+        result = []
+        for first in cutlass.range_constexpr(0, self.blocks, 2):
+            keys, d = [], []
+            for i in cutlass.range_constexpr(2):
+                j = BLOCK * (first + i) + lane // 4
+                k_rows = self.fragment(self.act_dtype, self.W, self.chunks)
+                d_row = self.fragment(self.act_dtype, 2 * self.rows)
+                k_rows.fill(0.0)
+                d_row.fill(0.0)
+                if const_expr(BLOCK * (first + i) < self.records):
+                    if j < held:
+                        for c in cutlass.range_constexpr(self.chunks):
+                            self.load_k(src, j, c, k_rows[None, c])
+                        self.load_d(src, j, d_row)
+                keys = keys + [words(k_rows)]
+                d = d + [[transpose(words(d_row)[r]) for r in range(self.rows)]]
+            result = result + [(d, self.scores(src, first, keys, z, lane))]
+        return result
+
+    def scores(self, src, first, keys, z, lane):
+        """w_j (k_j . z) of two blocks of records: [tile of tokens][part] -> right operand of two registers."""
+        g = lane // 4
+        weights = [self.weight(src, BLOCK * (first + i) + g) for i in range(2)]
+        result = []
+        for t in range(self.tiles):
+            packed, acc = words(z[t]), mma.zeros()
+            for c in range(self.chunks):
+                for i in range(0, self.W // 2, 2):
+                    acc = mma.mma(self.act_dtype, [keys[n % 2][i + n // 2, c] for n in range(4)],
+                                  [packed[i + j, c] for j in range(2)], acc)
+            halves = [[transpose(p) for p in split(acc[2 * i] * weights[i], acc[2 * i + 1] * weights[i])]
+                      for i in range(2)]
+            result.append(list(zip(*halves)))
+        return result
+
+    def add_history(self, history, i, t, sums):
+        """sums + sum_j w_j d_j (k_j . z) for the lane's rows 2 i and 2 i + 1 and the columns of tile t."""
+        for d, scores in history:
+            left = [d[0][2 * i], d[0][2 * i + 1], d[1][2 * i], d[1][2 * i + 1]]
+            for part in reversed(scores[t]):  # the small parts first
+                sums = mma.mma(self.act_dtype, left, part, sums)
+        return sums
+
+    def state_columns(self, z, gram, norms_q, norms_k, lane):
+        """z as the right operands beside the state, and what undoes their scaling for q and k.
+
+        An fp16 state takes z in fp16, over a power of two that brings its norm into fp16's range; that is exact.
+        """
+        one = [Float32(1.0)] * self.tiles
+        if self.state_dtype is not cutlass.Float16:
+            return [words(t) for t in z], one, one
+        g, columns = lane // 4, []
+        for t in range(self.tiles):
+            entries, half = gram[t // 2][t], 2 * (t % 2)
+            own = pick(g % 2 == 1, entries[half + 1], entries[half])
+            factor = power_of_two(cute.arch.shuffle_sync(own, 4 * g + g // 2))     # lane (g, g / 2) holds its square
+            scaled = self.fragment(Uint32, self.W // 2, self.chunks)
+            for c in range(self.chunks):
+                for i in range(self.W // 2):
+                    low, high = unpack(words(z[t])[i, c])
+                    scaled[i, c] = pack(low * factor, high * factor, "f16x2")
+            columns.append(scaled)
+        return columns, *([1.0 / power_of_two(n) for n in norms] for norms in (norms_q, norms_k))
+
+    def state_products(self, src, i, columns):
+        """Checkpoint rows 2 i and 2 i + 1 of the lane times the columns of every tile."""
+        sums = [mma.zeros() for _ in range(self.tiles)]
+        for c in range(self.chunks):
+            rows = [self.load_state(src, c, 2 * i + r) for r in range(2)]
+            for n in range(0, self.W, 4):
+                for t in range(self.tiles):
+                    sums[t] = self.state_product(rows, n, c, columns[t], sums[t])
+        return sums
+
+    def state_product(self, rows, n, c, columns, acc):
+        """Elements n .. n + 3 of a chunk of two rows."""
+        b = [columns[n // 2 + j, c] for j in range(2)]
+        if not self.wide:
+            a = [words(row) for row in rows]
+            return mma.mma(self.state_dtype, [a[j % 2][n // 2 + j // 2] for j in range(4)], b, acc)
+        pairs = [unpack(x) for x in b]
+        for pair, e in zip(pairs, (n, n + 2)):
+            acc = mma_fp32([rows[j % 2][e + j // 2] for j in range(4)], pair, acc)
+        return acc
+
+    # ---- the window's triangular system -------------------------------------------------------------
+
+    def solve(self, gram, inverse_q, inverse_k, before, v, g, beta, lane):
+        """(d, o) of the lane's token of every tile, for each of its rows: [tile][row]."""
+        q, first, odd = lane % 4, lane - lane % 4, lane // 4 % 2 == 1
+        since = self.decays(g, q)
+        d, o = [], []
+        for t in range(self.tiles):
+            values = self.fragment(Float32, self.rows)
+            values.store(v[t].load().to(Float32))
+            mine = self.from_neighbours([values[r] for r in range(self.rows)], odd)
+            passed = since[t][0]
+            d.append([beta[t] * (mine[r] - passed * before[r][t][1]) for r in range(self.rows)])
+            o.append([passed * before[r][t][0] for r in range(self.rows)])
+        for i in range(self.T):
+            source = [cute.arch.shuffle_sync(x, first + i % TILE) for x in d[i // TILE]]
+            norm = cute.arch.shuffle_sync(inverse_k[i // TILE], first + i % TILE)
+            for t in range(i // TILE, self.tiles):
+                token = TILE * t + q
+                share = since[t][i + 1] * norm
+                seen = share * self.gram_entry(gram, i, 1, t, 0, q) * inverse_q[t]
+                seen = pick(token >= i, seen, Float32(0.0))
+                inner = beta[t] * share * self.gram_entry(gram, i, 1, t, 1, q) * inverse_k[t]
+                inner = pick(token > i, inner, Float32(0.0))
+                for r in range(self.rows):
+                    there = pick(token >= i, source[r], Float32(0.0))
+                    o[t][r] = seen * there + o[t][r]
+                    d[t][r] = d[t][r] - inner * there
+        return d, o
+
+    def decays(self, g, q):
+        """exp of the sum of g from token i up to the lane's token, by tile and i = 0 .. T.
+
+        Sums run backwards from the lane's token: a difference of prefix sums would cancel.
+        """
+        result = []
+        for t in range(self.tiles):
+            total, values = Float32(0.0), [Float32(1.0)]
+            for i in reversed(range(self.T)):
+                total = total + pick(i <= TILE * t + q, g[i], Float32(0.0))
+                values.insert(0, exp(total))
+            result.append(values)
+        return result
+
+    # ---- output and append --------------------------------------------------------------------------
+
+    @cute.jit
+    def store(self, item, mOut, mDc, mKc, mGc, mRv, mRk, mBeta, z, v, gate, beta, inverse_k, d, o):
+        """Outputs, and the window's records behind the committed ones, from the lanes that hold them."""
+        lane, warp, h = item.lane, item.head_warp, item.h
+        q, odd = lane % 4, lane // 4 % 2 == 1
+        for t in cutlass.range_constexpr(self.tiles):
+            out, record = self.to_neighbours(o[t], odd), self.to_neighbours(d[t], odd)
+            token = TILE * t + q
+            if token < item.count:
+                cute.autovec_copy(self.narrowed(out), self.neighbours(mOut[item.start + token, h, None], warp, lane))
+                if item.append:
+                    row = self.ring_row(item.base, item.records + token)
+                    cute.autovec_copy(self.narrowed(record), self.neighbours(mDc[item.key, h, row, None], warp, lane))
+                    if const_expr(self.exact):
+                        cute.autovec_copy(v[t], self.neighbours(mRv[item.key, h, row, None], warp, lane))
+                    if warp == 0 and lane < 4:
+                        mGc[item.key, h, row] = gate[t]
+                        if const_expr(self.exact):
+                            mBeta[item.key, h, row] = beta[t]
+            self.store_k(item, mKc, mRk, z[t], t, cute.arch.shuffle_sync(inverse_k[t], lane // 8))
+
+    @cute.jit
+    def store_k(self, item, mKc, mRk, z, t, norm):
+        """k of the tokens of tile t: normalised, and raw. Each warp of a head stores some of the chunks."""
+        g, q = item.lane // 4, item.lane % 4
+        token = TILE * t + g // 2
+        if item.append and item.h % self.ratio == 0 and g % 2 == 1 and token < item.count:
+            row, hk = self.ring_row(item.base, item.records + token), item.h // self.ratio
+            for c in cutlass.range_constexpr(self.chunks):
+                if item.head_warp == c % self.head_warps:
+                    if const_expr(self.exact):
+                        cute.autovec_copy(z[None, c], self.chunk(mRk[item.key, hk, row, None], c, q))
+                    raw = self.fragment(Float32, self.W)
+                    raw.store(z[None, c].load().to(Float32))
+                    cute.autovec_copy(self.narrowed([raw[e] * norm for e in range(self.W)]),
+                                      self.chunk(mKc[item.key, hk, row, None], c, q))
+
+    def ring_row(self, base, j):
+        """Physical row of record j."""
+        return (base + j) & (self.L - 1) if self.spec else j
+
+
+def power_of_two(squares):
+    """A power of two within a factor of 2 of 2^FP16_SHIFT over the norm."""
+    exponent = cute.math.floor(cute.math.log2(squares + Float32(EPSILON), fastmath=True) * Float32(-0.5))
+    return cute.math.exp2(exponent + Float32(FP16_SHIFT), fastmath=True)
