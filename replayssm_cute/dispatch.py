@@ -112,6 +112,11 @@ class Launch:
     call: Callable[..., object]
     self_checking: bool
 
+    @functools.cached_property
+    def counter(self) -> tuple[str, str]:
+        """Its key in ``served``, made once."""
+        return OP, self.backend
+
 
 def prepare(problem: Mamba2Problem, batch: int, device: torch.device,
             backend: str | None = None, after: str | None = None) -> Launch:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from replayssm_cute.layout import Mamba2Pool, allocate_mamba2_pool, mamba2_state_bytes
-from replayssm_cute.rounding import seed_state
+from replayssm_cute.rounding import LARGEST_CODE, seed_state
 from replayssm_cute.types import Mamba2Geometry
 
 COLD_BYTES = 250e6  # state bytes of all pools together: four times the L2 of an H200
@@ -45,9 +45,16 @@ class Workload:
         """Fill the pools with the noise that they began with."""
         gen = torch.Generator(self.indices.device).manual_seed(self.seed + 1)  # not the noise of the inputs
         for pool in self.pools:
-            for tensor in (pool.state, pool.x_cache, pool.B_cache):
+            for tensor in (pool.x_cache, pool.B_cache):
                 tensor.normal_(generator=gen)
             pool.dt_cache.uniform_(0.001, 0.1, generator=gen)
+            if pool.state_scale is None:
+                pool.state.normal_(generator=gen)
+            else:
+                largest = LARGEST_CODE[pool.state.dtype]
+                pool.state.copy_(torch.rand(pool.state.shape, generator=gen, device=pool.state.device).mul_(2 * largest)
+                                 .sub_(largest))
+                pool.state_scale.fill_(1 / largest)
 
     @property
     def flushes(self) -> int:
@@ -58,8 +65,9 @@ class Workload:
         """The canonical arguments of a step."""
         i, p = self.inputs, self.pools[pool]
         pos, flush = self.phases[phase]
-        return (p.state, i["x"], i["dt"], i["A"], i["B"], i["C"], i["D"], i["dt_bias"], None,
+        args = (p.state, i["x"], i["dt"], i["A"], i["B"], i["C"], i["D"], i["dt_bias"], None,
                 p.x_cache, p.dt_cache, p.B_cache, pos, flush, self.indices, 0, i["out"], self.rand_seed)
+        return args if p.state_scale is None else (*args, p.state_scale)
 
 
 def make_workload(geometry: Mamba2Geometry, batch: int, state_dtype: torch.dtype, buffer_len: int = 16,
