@@ -19,7 +19,7 @@ class Dice:
 
     def __init__(self, mSeed, nheads, headdim, row_calls, rounds):
         """``row_calls``: calls of the generator for a row of N elements."""
-        self.seed, self.step = Uint64(mSeed[SEED]), Uint64(mSeed[STEP])
+        self.seed, self.step = uniform(mSeed[SEED]), uniform(mSeed[STEP])
         self.first, total = Int32(mSeed[FIRST_HEAD]), Int32(mSeed[TOTAL_HEADS])
         self.total = Int32(cutlass.select_(total == 0, Int32(nheads), total))
         self.headdim, self.row_calls, self.rounds = headdim, row_calls, rounds
@@ -32,6 +32,12 @@ class Dice:
     def words(self, call):
         """The four words of a call."""
         return philox4x32(call, self.step, self.seed, self.rounds)
+
+
+def uniform(value):
+    """A 64-bit value that all lanes share, known as such: ten rounds' keys then take no registers of the lanes."""
+    low, high = (cute.arch.make_warp_uniform(Int32(value >> shift)) for shift in (0, 32))
+    return Uint64(Uint32(low)) | Uint64(Uint32(high)) << 32
 
 
 def philox4x32(low, high, key, rounds):
