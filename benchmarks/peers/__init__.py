@@ -1,0 +1,1 @@
+"""Decode kernels of other packages, where they are installed, timed beside ours on identical data."""

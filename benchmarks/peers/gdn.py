@@ -1,0 +1,206 @@
+"""Gated DeltaNet, standard decode and speculative verify: the kernels that are compared and their arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers.gdn_workload import ACCEPTED, GdnWorkload, committed
+from benchmarks.peers.kernel import OURS, Bound, Kernel
+from replayssm_cute.gdn_cursors import GdnCursors
+from replayssm_cute.gdn_layout import gdn_ring_shapes, ring_dtypes
+from replayssm_cute.reference.gdn import recurrent_step
+
+DECODE, VERIFY = "gdn_decode", "gdn_verify"
+ROUNDS = 15       # of verify: a multiple of the three in which a ring of 16 fills and of the five of FlashInfer's
+FLASHINFER_RING, FLASHINFER_RECORDS = 32, 16  # rows of its verify ring, and most records that it replays
+Function = Callable[..., Any]
+
+
+def empty_rings(w: GdnWorkload, ring_dtype: torch.dtype, raw: bool = False) -> dict[str, Tensor]:
+    """Rings of all layers, by name, whose rows change nothing, so that rows may stand anywhere."""
+    dtypes, lead = ring_dtypes(ring_dtype, w.mixed.dtype), w.state.shape[:2]
+    return {name: torch.zeros((*lead, *shape), dtype=dtypes[name], device=w.state.device)
+            for name, shape in gdn_ring_shapes(w.geometry, w.buffer_len, exact_fold=raw).items()}
+
+
+def replay_decode(w: GdnWorkload, function: Function, **options: Any) -> Bound:
+    """A function with SGLang's signature of the replay step, which is also ours; rings in the state's dtype, as the
+    engine allocates them."""
+    rings, scale = empty_rings(w, w.state.dtype), w.geometry.head_k_dim ** -0.5
+    positions = [((w.offset + i) % w.buffer_len).int() for i in range(w.buffer_len)]
+    out = w.window(w.out)
+
+    def step(i: int, layer: int) -> Tensor:
+        function(w.mixed, w.a, w.b, w.A_log, w.dt_bias, scale, w.state[layer], rings["d_cache"][layer],
+                 rings["k_cache"][layer], rings["g_cache"][layer], out, w.indices, positions[i],
+                 use_qk_l2norm_in_kernel=True, **options)
+        return w.out
+
+    return Bound(w.buffer_len, len(w.state), step)
+
+
+def sglang_step(w: GdnWorkload, function: Function) -> Bound:
+    """SGLang's kernel of the plain recurrence, on packed inputs."""
+    scale, out = w.geometry.head_k_dim ** -0.5, w.window(w.out)
+
+    def step(i: int, layer: int) -> Tensor:
+        function(w.mixed, w.a, w.b, w.A_log, w.dt_bias, scale, w.state[layer], out, w.indices,
+                 use_qk_l2norm_in_kernel=True)
+        return w.out
+
+    return Bound(w.buffer_len, len(w.state), step)
+
+
+def flashinfer_step(w: GdnWorkload, function: Function) -> Bound:
+    """FlashInfer's kernel of the plain recurrence."""
+    q, k, v, a, b, out = (w.window(t) for t in (w.q, w.k, w.v, w.a, w.b, w.out))
+
+    def step(i: int, layer: int) -> Tensor:
+        function(q, k, v, None, w.A_log, a, w.dt_bias, b, scale=w.geometry.head_k_dim ** -0.5, output=out,
+                 use_qk_l2norm=True, initial_state=w.state[layer], initial_state_indices=w.indices)
+        return w.out
+
+    return Bound(w.buffer_len, len(w.state), step)
+
+
+def _verify_arguments(w: GdnWorkload, cursors: GdnCursors, rows: Tensor) -> dict[str, Any]:
+    """What our verify step and SGLang's take by the same names and mean the same by, but state and rings."""
+    q, k, v = w.packed()
+    starts = torch.arange(0, w.batch * w.tokens + 1, w.tokens, dtype=torch.int32, device=w.state.device)
+    return {"q": q, "k": k, "v": v, "a": w.a, "b": w.b, "A_log": w.A_log, "dt_bias": w.dt_bias, "out": w.out,
+            "query_start_loc": starts, "ssm_state_indices": w.indices, "replay_indices": rows,
+            "write_pos": cursors.write_pos, "cache_base": cursors.cache_base, "is_flush": cursors.is_flush,
+            "max_cache_len": w.buffer_len, "max_spec_len": w.tokens, "scale": w.geometry.head_k_dim ** -0.5,
+            "use_qk_l2norm_in_kernel": True, "null_block_id": -1}
+
+
+def _cursors(w: GdnWorkload) -> tuple[GdnCursors, Tensor]:
+    """Cursors of rows staggered over the windows between two folds, and the rows' ring indices."""
+    cursors = GdnCursors.allocate(w.batch + 1, w.state.device)
+    cursors.write_pos[:w.batch] = w.offset % len(committed(w)) * ACCEPTED
+    return cursors, torch.arange(w.batch, dtype=torch.int32, device=w.state.device)
+
+
+def our_verify(w: GdnWorkload, function: Function, commit_cursors: Function, **options: Any) -> Bound:
+    """Ours: the rows that are due fold in the verify step, exactly, from the raw inputs in the ring."""
+    rings, (cursors, rows) = empty_rings(w, w.mixed.dtype, raw=True), _cursors(w)
+    named, accepted = _verify_arguments(w, cursors, rows), torch.full_like(rows, ACCEPTED)
+
+    def step(i: int, layer: int) -> Tensor:
+        function(checkpoint_state=w.state[layer], **{name: ring[layer] for name, ring in rings.items()}, **named,
+                 **options)
+        return w.out
+
+    def commit() -> None:
+        commit_cursors(cursors.write_pos, cursors.cache_base, cursors.is_flush, accepted, rows, w.buffer_len, w.tokens,
+                       null_block_id=-1)
+
+    return Bound(ROUNDS, len(w.state), step, commit)
+
+
+def sglang_verify(w: GdnWorkload, function: Function, commit_cursors: Function, fold: Function) -> Bound:
+    """SGLang's serving path: verify, then cursors and the folds that are due, of all layers at once.
+
+    Beside d and k its ring holds their low parts, in tensors of the shape of our raw ones. With a checkpoint narrower
+    than fp32 it folds in every commit.
+    """
+    rings, (cursors, rows) = empty_rings(w, w.mixed.dtype, raw=True), _cursors(w)
+    narrow = w.state.dtype != torch.float32
+    if narrow:
+        cursors.write_pos.zero_()
+    named, accepted = _verify_arguments(w, cursors, rows), torch.full_like(rows, ACCEPTED)
+    d, k, g, low_d, low_k = (rings[f"{name}_cache"] for name in ("d", "k", "g", "rawv", "rawk"))
+
+    def step(i: int, layer: int) -> Tensor:
+        function(checkpoint_state=w.state[layer], d_cache=d[layer], k_cache=k[layer], g_cache=g[layer],
+                 rawv_cache=low_d[layer], rawk_cache=low_k[layer], beta_cache=None, launch_mode="verify", **named)
+        return w.out
+
+    def commit() -> None:
+        moved = {"write_pos": cursors.write_pos, "cache_base": cursors.cache_base, "is_flush": cursors.is_flush,
+                 "replay_indices": rows, "null_block_id": -1}
+        commit_cursors(num_accepted=accepted, max_cache_len=w.buffer_len, max_spec_len=w.tokens,
+                       fold_every_commit=narrow, **moved)
+        fold(checkpoint_state=w.state, d_cache=d, k_cache=k, g_cache=g, d_residual_cache=low_d, k_residual_cache=low_k,
+             state_batch_indices=w.indices, accept_lens=accepted, **moved)
+
+    return Bound(ROUNDS, len(w.state), step, commit)
+
+
+def flashinfer_verify(w: GdnWorkload, function: Function) -> Bound:
+    """FlashInfer's fused verify and flush; the host moves the cursors, here ahead of time for all rounds."""
+    g, lead, device = w.geometry, w.state.shape[:2], w.state.device
+    u_ring, k_ring, g_ring = (
+        torch.zeros((*lead, heads, FLASHINFER_RING, *width), dtype=dtype, device=device)
+        for heads, width, dtype in ((g.num_v_heads, (g.head_v_dim,), w.mixed.dtype),
+                                    (g.num_k_heads, (g.head_k_dim,), w.mixed.dtype),
+                                    (g.num_v_heads, (), torch.float32)))
+    least = FLASHINFER_RECORDS - w.tokens + 1  # records from which on a window folds
+    windows = math.ceil(least / ACCEPTED)      # between two folds
+    held, base, cursors = w.offset % windows * ACCEPTED, torch.zeros_like(w.offset), []
+    for _ in range(ROUNDS):
+        cursors.append((held.int(), base.int()))
+        base = torch.where(held >= least, (base + held) % FLASHINFER_RING, base)
+        held = torch.where(held >= least, 0, held) + ACCEPTED
+    q, k, v, a, b, out = (w.window(t) for t in (w.q, w.k, w.v, w.a, w.b, w.out))
+
+    def step(i: int, layer: int) -> Tensor:
+        hist_len, cache_base = cursors[i]
+        function(w.A_log, a, w.dt_bias, q=q, k=k, v=v, b=b, initial_state_source=w.state[layer],
+                 initial_state_indices=w.indices, scale=g.head_k_dim ** -0.5, output=out, k_cache=k_ring[layer],
+                 u_cache=u_ring[layer], g_cache=g_ring[layer], hist_len=hist_len, cache_base=cache_base,
+                 flush_min=least, restart_hist_on_flush=False)
+        return w.out
+
+    return Bound(ROUNDS, len(w.state), step)
+
+
+_SGLANG = "sglang.kernels.ops.attention"
+_DECODE, _SPEC = "fused_recurrent_linear_replayssm", "gdn_replayssm_spec_decode"
+_COMMIT = "commit_gdn_replayssm_spec"
+
+DECODE_KERNELS = (
+    Kernel("ours", OURS, (f"replayssm_cute.gdn:{_DECODE}_decode",), True, replay_decode),
+    Kernel("sglang per-step", "sglang",
+           (f"{_SGLANG}.fla.fused_recurrent:fused_recurrent_gated_delta_rule_packed_decode",), False, sglang_step),
+    Kernel("sglang replay", "sglang", (f"{_SGLANG}.linear.{_DECODE}:{_DECODE}_decode",), True, replay_decode),
+    Kernel("flashinfer per-step", "flashinfer", ("flashinfer.gdn_decode:gated_delta_rule_decode_pretranspose",), False,
+           flashinfer_step),
+)
+VERIFY_KERNELS = (
+    Kernel("ours", OURS, (f"replayssm_cute.gdn:{_SPEC}", f"replayssm_cute.gdn_cursors:{_COMMIT}"), True, our_verify),
+    Kernel("sglang replay", "sglang", tuple(f"{_SGLANG}.linear.{_SPEC}:{name}" for name in (
+        _SPEC, _COMMIT, "commit_gdn_replayssm_circular")), True, sglang_verify),
+    Kernel("flashinfer replay", "flashinfer", (
+        "flashinfer.gdn_kernels.gdn_decode_bf16_wy_ucache_flush:gated_delta_rule_mtp_ucache_flush",), True,
+        flashinfer_verify),
+)
+
+
+def error(w: GdnWorkload, bind: Callable[[], Bound]) -> float:
+    """Relative error of the outputs of one cycle against the recurrence in float64, of the worst step.
+
+    Every step has other tokens; of a window the first ``ACCEPTED`` are kept.
+    """
+    w.restore()
+    bound = bind()
+    gen, worst = torch.Generator(w.state.device).manual_seed(w.seed + 2), []
+    state = w.state[0, w.indices.long()].double()
+    for i in range(bound.rounds):
+        w.draw(gen)
+        inputs, exact = [w.window(t) for t in (w.q, w.k, w.v, w.a, w.b)], []
+        kept = state
+        for t in range(w.tokens):
+            o, state = recurrent_step(state, *(x[:, t] for x in inputs), w.A_log, w.dt_bias)
+            exact.append(o)
+            kept = state if t < ACCEPTED else kept
+        got, want, state = w.window(bound.step(i, 0)).double(), torch.stack(exact, 1), kept
+        if bound.commit is not None:
+            bound.commit()
+        worst.append((got - want).norm() / want.norm())
+    return float(torch.stack(worst).max())  # NaN where any is
