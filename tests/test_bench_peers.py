@@ -6,28 +6,34 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.peers import __main__ as main
-from benchmarks.peers import gdn, mamba2, measure, report
+from benchmarks.peers import gdn, mamba2, report
 from benchmarks.peers.gdn_workload import gdn_step_bytes
 from benchmarks.peers.kernel import Bound, Kernel, version
-from benchmarks.peers.operations import OPERATIONS, Operation
+from benchmarks.peers.operations import OPERATIONS
 from tests import fake_peers
+from tests.interpreter import interpreted_import
+
+main = interpreted_import("benchmarks.peers.__main__")  # imports Triton, whose kernels other tests interpret
+measure = interpreted_import("benchmarks.peers.measure")
 
 LAYERS = {mamba2.OP: "4x8x16/2", gdn.DECODE: "4/2x16x16", gdn.VERIFY: "4/2x16x16"}
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's part of the timing: the cycle is played twice, as for a capture."""
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The host's part of the timing: the cycle is played twice, as for a capture. The tensors are too small for
+    threads, which only wait for each other."""
 
     def time_graph(play: Any, steps: int) -> dict[str, float]:
         play()
@@ -36,6 +42,10 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(measure, "time_graph", time_graph)
     fake_peers.calls.clear()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def found_rows(name: str, dtype: torch.dtype = F32, batches: tuple[int, ...] = (3,), philox_rounds: int = 0,
@@ -59,7 +69,7 @@ def test_every_kernel_gets_what_it_computes_right_with(name: str, dtype: torch.d
         if (name, kernel) == (gdn.VERIFY, "flashinfer replay") and dtype != BF16:
             assert row["reason"].startswith("AssertionError: initial_state_source must be torch.bfloat16")
             continue
-        assert row["error"] < measure.LIMITS[dtype] / 2, kernel
+        assert row["error"] < measure.LIMIT / 4, kernel
         assert row["times_ours"] == 1.0 and row["bytes"] > 0
     assert found["ours"]["served"] == "torch"
     assert all(row["served"].startswith(kernel.split()[0]) for kernel, row in found.items()
@@ -79,7 +89,7 @@ def test_the_check_sees_wrong_cursors(name: str, monkeypatch: pytest.MonkeyPatch
 
     replaying = tuple(stuck(kernel) for kernel in OPERATIONS[name].kernels if kernel.replay)
     for kernel, row in found_rows(name, BF16, kernels=replaying).items():
-        assert "relative error" in row["reason"], kernel
+        assert float(re.match(r"ValueError: relative error (\S+)", row["reason"]).group(1)) > 10 * measure.LIMIT, kernel
 
 
 def test_a_refusal_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +159,8 @@ def test_a_lost_device_ends_the_run_behind_its_row(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.nn.functional, "softplus", None)  # fails in the check of the first kernel already
     seen = []
     with pytest.raises(measure.DeviceLostError):
-        for row in measure.rows(OPERATIONS[mamba2.OP], LAYERS[mamba2.OP], F32, 0, (3,), 1e12, device="cpu"):
+        for row in measure.rows(OPERATIONS[mamba2.OP], LAYERS[mamba2.OP], F32, 0, (3,), 1e12, device="cpu",
+                                cold_bytes=0):
             seen.append(row)
     assert len(seen) == 1 and seen[0]["lost"]
 
@@ -179,12 +190,6 @@ def test_bytes_of_a_window() -> None:
     assert gdn_step_bytes(w, False) == 2 * (2 * state + io)
 
 
-def arguments(out: Path, **changed: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"out": out, "op": "mamba2_decode", "layer": "4x8x16/2", "dtype": "float32", "batch": "1,2",
-                                 "package": "vllm,flashinfer,sglang", "backend": "auto", "philox_rounds": 0,
-                                 "budget": 1e9, **changed})
-
-
 @pytest.fixture
 def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     real, where = measure.rows, {"device": "cpu", "cold_bytes": 0}
@@ -202,7 +207,9 @@ def test_a_package_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: p
                                                   capsys: pytest.CaptureFixture[str]) -> None:
     fake_peers.install(monkeypatch, "flashinfer")
     out = tmp_path / "peers.json"
-    assert main.run(arguments(out))
+    monkeypatch.setattr(sys, "argv", ["peers", "--out", str(out), "--op", "mamba2_decode", "--layer", "4x8x16/2",
+                                      "--dtype", "float32", "--batch", "1,2"])
+    assert main.main() == 0
     assert "vllm: not installed, left out" in capsys.readouterr().out
     results = json.loads(out.read_text())
     assert results["packages"]["vllm"] is None and results["packages"]["flashinfer"] == "0.0"

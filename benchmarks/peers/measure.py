@@ -19,8 +19,9 @@ from replayssm_tune.workload import COLD_BYTES
 
 CHECK_ROWS = 19       # more than a ring of 16: rows flush in every phase
 LONGEST_REASON = 300  # characters; compilers write pages
-#: Largest relative error of an output that is timed, by the dtype of the state.
-LIMITS = {torch.float32: 1e-2, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+#: Largest relative error of the outputs of a kernel that is timed. The plain recurrence with bf16 inputs has 2e-3, and
+#: 4e-3 where it rounds its state to bf16 at every token; cursors that stand still for a step give 0.7.
+LIMIT = 2e-2
 
 
 class DeviceLostError(Exception):
@@ -43,7 +44,7 @@ def rows(op: Operation, layer: str, dtype: torch.dtype, philox_rounds: int, batc
     attempted = functools.partial(attempt, deadline=deadline, device=device)
     make = functools.partial(op.make, layer, dtype=dtype, philox_rounds=philox_rounds, device=device)
     w = make(batch=CHECK_ROWS, cold_bytes=0)
-    checked = {kernel: attempted(functools.partial(check, op, kernel, w, LIMITS[dtype])) for kernel in op.kernels}
+    checked = {kernel: attempted(functools.partial(check, op, kernel, w)) for kernel in op.kernels}
     for batch in batches:
         made = attempted(lambda batch=batch: {"workload": make(batch=batch, cold_bytes=cold_bytes)})
         ours: float | None = None
@@ -85,7 +86,7 @@ def release(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def check(op: Operation, kernel: Kernel, w: Any, limit: float) -> dict[str, Any]:
+def check(op: Operation, kernel: Kernel, w: Any) -> dict[str, Any]:
     """The kernel's error on a small batch.
 
     Raises:
@@ -93,8 +94,8 @@ def check(op: Operation, kernel: Kernel, w: Any, limit: float) -> dict[str, Any]
     """
     functions = kernel.load()
     error = op.error(w, lambda: kernel.bind(w, *functions))
-    if not error <= limit:
-        raise ValueError(f"relative error {error:.1e} against the recurrence in float64, more than {limit:.0e}")
+    if not error <= LIMIT:
+        raise ValueError(f"relative error {error:.1e} against the recurrence in float64, more than {LIMIT:.0e}")
     return {"error": error}
 
 
