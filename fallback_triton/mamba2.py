@@ -35,19 +35,20 @@ from fallback_triton.device import (
     store_out,
     store_vector,
 )
-from fallback_triton.launch import compile_kernel, compile_options, kernel, stride
+from fallback_triton.launch import compile_kernel, compile_options, interpreted, kernel, stride
 from fallback_triton.mamba2_config import Mamba2TritonConfig, default_config, next_power_of_two
 from fallback_triton.rounding import (
-    arrive,
+    code_bits,
+    count,
     decode,
     decode_rows,
     encode,
-    leave,
+    flushing_rows,
     load_dice,
     load_scale,
     magnitude_bits,
-    random_bits,
-    round_stochastic,
+    random_words,
+    round_pairs,
     row_scale,
 )
 from replayssm_cute.rounding import LARGEST_CODE
@@ -161,7 +162,7 @@ def fold_scale(state, scale, scale_row, x_ring, dt_ring, B_ring, x_now, B_row, p
 @triton.jit
 def fold_rows(state, scale, scale_row, x_ring, dt_ring, B_ring, x_now, B_row, C_row, p, w, dt, A, decay, dice, slot,
               HEADDIM: tl.constexpr, DSTATE: tl.constexpr, FOLD_N: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
-              CODES: tl.constexpr):
+              CODES: tl.constexpr, PTX: tl.constexpr):
     """Fold window and checkpoint of rows p, store them, and return their y from the unrounded state."""
     valid = p < HEADDIM
     reciprocal, finite = (), ()
@@ -175,16 +176,20 @@ def fold_rows(state, scale, scale_row, x_ring, dt_ring, B_ring, x_now, B_row, C_
         at = state + p[:, None] * DSTATE + n[None, :]
         folded = fold_columns(at, valid[:, None] & inside[None, :], scale, x_ring, dt_ring, B_ring, x_now, B_row, p, n,
                               w, dt, A, decay, HEADDIM, DSTATE, CODES)
-        bits = 0
-        if PHILOX_ROUNDS > 0:
-            bits = random_bits(dice, slot, p, n0, HEADDIM, DSTATE, FOLD_N, PHILOX_ROUNDS, 16 if CODES != "" else 8)
         if CODES != "":
-            rounded = encode(folded, reciprocal, finite, bits, CODES, PHILOX_ROUNDS > 0)
+            bits = 0
+            if PHILOX_ROUNDS > 0:
+                bits = code_bits(random_words(dice, slot, p, n0, HEADDIM, DSTATE, FOLD_N, PHILOX_ROUNDS, 16))
+            codes = encode(folded, reciprocal, finite, bits, CODES, PHILOX_ROUNDS > 0)
+            tl.store(at, codes, mask=valid[:, None] & inside[None, :])
         elif PHILOX_ROUNDS > 0:
-            rounded = round_stochastic(folded, bits, state.dtype.element_ty)
+            words = random_words(dice, slot, p, n0, HEADDIM, DSTATE, FOLD_N, PHILOX_ROUNDS, 8)
+            pair = n0 // 2 + tl.arange(0, FOLD_N // 2)
+            at_pair = state.to(tl.pointer_type(tl.int32), bitcast=True) + p[:, None] * (DSTATE // 2) + pair[None, :]
+            tl.store(at_pair, round_pairs(folded, words, state.dtype.element_ty, PTX),
+                     mask=valid[:, None] & (pair < DSTATE // 2)[None, :])
         else:
-            rounded = folded.to(state.dtype.element_ty)
-        tl.store(at, rounded, mask=valid[:, None] & inside[None, :])
+            tl.store(at, folded.to(state.dtype.element_ty), mask=valid[:, None] & inside[None, :])
         y += tl.sum(folded * tl.load(C_row + n, mask=inside, other=0.0).to(tl.float32)[None, :], 1)
     return y
 
@@ -201,11 +206,21 @@ def replay_kernel(
     BUFFER_LEN: tl.constexpr, DT_SOFTPLUS: tl.constexpr, D_TIED: tl.constexpr, STATE_ALIGN: tl.constexpr,
     ROW_ALIGN: tl.constexpr, BLOCK_P: tl.constexpr, TAIL_P: tl.constexpr, BLOCK_L: tl.constexpr,
     STATE_N: tl.constexpr, RING_N: tl.constexpr, FOLD_N: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
-    CODES: tl.constexpr,
+    CODES: tl.constexpr, PTX: tl.constexpr,
 ):
-    """One replay step; program = (batch row, head, tile of P), the tile fastest. Shapes as in ``replay_step``."""
+    """One replay step; program = (batch row, head, tile of P), the tile fastest. Shapes as in ``replay_step``.
+
+    With random numbers one more program, the first, says how many programs will draw; see ``count``.
+    """
     TILES: tl.constexpr = (HEADDIM + BLOCK_P + TAIL_P - 1) // (BLOCK_P + TAIL_P)
     program = tl.program_id(0)
+    if PHILOX_ROUNDS > 0:
+        if program == 0:
+            rows = (tl.num_programs(0) - 1) // (NHEADS * TILES)
+            drawing = flushing_rows(is_flush_ptr, indices_ptr, indices_row, null_block_id, rows, 256)
+            count(seed_ptr, -(drawing * (NHEADS * TILES)).to(tl.int64))
+            return
+        program -= 1
     row = (program // (NHEADS * TILES)).to(tl.int64)
     head = program // TILES % NHEADS
     tile = program % TILES
@@ -231,13 +246,8 @@ def replay_kernel(
         q = BLOCK_P + tl.arange(0, TAIL_P)
         x_now_q = tl.load(x_row_ptr + q, mask=q < HEADDIM, other=0.0)
         D_q, z_q = load_skip_and_gate(D_ptr, z_ptr, D_at, z_at, q, HEADDIM, D_TIED)
-    dice = ()
-    if PHILOX_ROUNDS > 0:
-        dice = load_dice(seed_ptr, head, NHEADS)
     tl.debug_barrier()
     if (slot == null_block_id) | (slot < 0):
-        if PHILOX_ROUNDS > 0:
-            leave(seed_ptr, arrive(seed_ptr))
         return
 
     # Second generation: the slot's. dt comes behind the barrier, for what needs it would be moved before it.
@@ -260,17 +270,20 @@ def replay_kernel(
         S_q = load_rows(state, q, q < HEADDIM, DSTATE, STATE_N)
     tl.debug_barrier()
 
-    if PHILOX_ROUNDS > 0:
-        arrived = arrive(seed_ptr)  # while the loads are under way
     if DT_SOFTPLUS:
         dt = softplus(dt)
     weight, decay = window_weights(dt_ring, dt, w, A, BLOCK_L)
     if flush:
+        dice = ()
+        if PHILOX_ROUNDS > 0:
+            dice = load_dice(seed_ptr, head, NHEADS)
         y = fold_rows(state, scale, scale_row, x_ring, dt_ring, B_ring, x_now, B_row_ptr, C_row_ptr, p, w, dt, A, decay,
-                      dice, slot, HEADDIM, DSTATE, FOLD_N, PHILOX_ROUNDS, CODES)
+                      dice, slot, HEADDIM, DSTATE, FOLD_N, PHILOX_ROUNDS, CODES, PTX)
         if TAIL_P > 0:
             y_q = fold_rows(state, scale_q, scale_row, x_ring, dt_ring, B_ring, x_now_q, B_row_ptr, C_row_ptr, q, w, dt,
-                            A, decay, dice, slot, HEADDIM, DSTATE, FOLD_N, PHILOX_ROUNDS, CODES)
+                            A, decay, dice, slot, HEADDIM, DSTATE, FOLD_N, PHILOX_ROUNDS, CODES, PTX)
+        if PHILOX_ROUNDS > 0:
+            count(seed_ptr, 1)
     else:
         weight *= window_scores(B_old, B_now, C_ring, w, BLOCK_L)
         y = read_rows(S, scale, x_old, x_now, weight, C_state, decay, w, BLOCK_L, CODES)
@@ -287,8 +300,6 @@ def replay_kernel(
     store_out(out_row_ptr, y, x_now, D, z, p, HEADDIM, D_ptr is not None, z_ptr is not None)
     if TAIL_P > 0:
         store_out(out_row_ptr, y_q, x_now_q, D_q, z_q, q, HEADDIM, D_ptr is not None, z_ptr is not None)
-    if PHILOX_ROUNDS > 0:
-        leave(seed_ptr, arrived)
 
 
 def compile_replay_step(problem: Mamba2Problem, config: Mamba2TritonConfig) -> Callable[..., Tensor]:
@@ -297,9 +308,10 @@ def compile_replay_step(problem: Mamba2Problem, config: Mamba2TritonConfig) -> C
     It serves every batch size. It launches one kernel and does nothing else: what it needs of shapes,
     dtypes and alignment it takes from ``problem``, which the arguments must pose.
     """
-    launch = compile_kernel(replay_kernel, replay_arguments(problem), replay_constants(problem, config),
+    launch = compile_kernel(replay_kernel, replay_arguments(problem), replay_constants(problem, config, _is_ptx()),
                             compile_options(config.num_warps, config.max_registers))
     programs = problem.geometry.nheads * config.tiles(problem.geometry.headdim)
+    counting = 1 if problem.philox_rounds else 0
     as_integers = problem.state_dtype in LARGEST_CODE
 
     def step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
@@ -307,13 +319,18 @@ def compile_replay_step(problem: Mamba2Problem, config: Mamba2TritonConfig) -> C
              write_pos: Tensor, is_flush: Tensor, state_batch_indices: Tensor, null_block_id: int,
              out: Tensor, rand_seed: Tensor | None = None, state_scale: Tensor | None = None) -> Tensor:
         pool = state.view(torch.int8) if as_integers else state
-        launch(x.shape[0] * programs, pool, x, dt, A, B, C, D, dt_bias, z, x_cache, dt_cache, B_cache, write_pos,
-               is_flush, state_batch_indices, out, rand_seed, state_scale, null_block_id, state.stride(0), x.stride(0),
-               dt.stride(0), dt.stride(1), A.stride(0), B.stride(0), C.stride(0), stride(D), stride(dt_bias), stride(z),
-               x_cache.stride(0), dt_cache.stride(0), B_cache.stride(0), state_batch_indices.stride(0), out.stride(0),
-               stride(state_scale))
+        launch(x.shape[0] * programs + counting, pool, x, dt, A, B, C, D, dt_bias, z, x_cache, dt_cache, B_cache,
+               write_pos, is_flush, state_batch_indices, out, rand_seed, state_scale, null_block_id, state.stride(0),
+               x.stride(0), dt.stride(0), dt.stride(1), A.stride(0), B.stride(0), C.stride(0), stride(D),
+               stride(dt_bias), stride(z), x_cache.stride(0), dt_cache.stride(0), B_cache.stride(0),
+               state_batch_indices.stride(0), out.stride(0), stride(state_scale))
         return out
     return step
+
+
+def _is_ptx() -> bool:
+    """Whether kernels are compiled for NVIDIA's GPUs here."""
+    return not interpreted(replay_kernel) and triton.runtime.driver.active.get_current_target().backend == "cuda"
 
 
 def replay_arguments(problem: Mamba2Problem) -> list[torch.dtype | int | None]:
@@ -327,8 +344,8 @@ def replay_arguments(problem: Mamba2Problem) -> list[torch.dtype | int | None]:
             *[0] * integers]
 
 
-def replay_constants(problem: Mamba2Problem, config: Mamba2TritonConfig) -> dict[str, int | bool | str]:
-    """The kernel's compile-time constants, in the order of its signature."""
+def replay_constants(problem: Mamba2Problem, config: Mamba2TritonConfig, ptx: bool) -> dict[str, int | bool | str]:
+    """The kernel's compile-time constants, in the order of its signature; ``ptx``: the target is NVIDIA's."""
     g = problem.geometry
     return {"NHEADS": g.nheads, "HEADDIM": g.headdim, "DSTATE": g.dstate, "NGROUPS": g.ngroups,
             "BUFFER_LEN": problem.buffer_len, "DT_SOFTPLUS": problem.dt_softplus, "D_TIED": problem.D_tied,
@@ -336,7 +353,7 @@ def replay_constants(problem: Mamba2Problem, config: Mamba2TritonConfig) -> dict
             "BLOCK_P": config.block_p, "TAIL_P": config.tail_p, "BLOCK_L": next_power_of_two(problem.buffer_len),
             "STATE_N": config.state_n, "RING_N": config.ring_n, "FOLD_N": config.fold_n,
             "PHILOX_ROUNDS": problem.philox_rounds,
-            "CODES": {torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}.get(problem.state_dtype, "")}
+            "CODES": {torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}.get(problem.state_dtype, ""), "PTX": ptx}
 
 
 @lru_cache(maxsize=1024)

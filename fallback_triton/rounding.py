@@ -1,5 +1,6 @@
 """Rounding of the checkpoint on the device: the same bits as ``replayssm_cute.rounding``, its specification.
 
+Numbers of two bytes may be rounded in pairs, as they lie under one random word and are stored in one.
 An 8-bit checkpoint is handled as the integers that its codes are, whatever their type: Triton converts
 e4m3 on some targets only. ``CODES`` names the type, ``"int8"`` or ``"e4m3"``, and is empty for wider ones.
 """
@@ -12,27 +13,10 @@ SEED, STEP, ARRIVALS, FIRST_HEAD, TOTAL_HEADS = (tl.constexpr(i) for i in range(
 
 
 @triton.jit
-def low_word(v):
-    return (v & 0xFFFFFFFF).to(tl.uint32)
-
-
-@triton.jit
-def high_word(v):
-    return ((v >> 32) & 0xFFFFFFFF).to(tl.uint32)
-
-
-@triton.jit
 def four_each(w0, w1, w2, w3):
     """(ROWS, 4 C) words in their order from four (ROWS, C) ones."""
     return tl.reshape(tl.permute(tl.join(tl.join(w0, w1), tl.join(w2, w3)), (0, 1, 3, 2)),
                       (w0.shape[0], 4 * w0.shape[1]))
-
-
-@triton.jit
-def eight_each(w0, w1, w2, w3):
-    """(ROWS, 8 C) numbers of 16 bits from four (ROWS, C) words: w0 low, w0 high, w1 low, and so on."""
-    words = four_each(w0, w1, w2, w3)
-    return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (w0.shape[0], 8 * w0.shape[1])).to(tl.int32)
 
 
 @triton.jit
@@ -45,15 +29,6 @@ def reverse_halves(words):
 
 
 @triton.jit
-def sixteen_each(w0, w1, w2, w3):
-    """(ROWS, 16 C) numbers of 16 bits from four (ROWS, C) words: w0 low, low reversed, high, high reversed, ..."""
-    words = four_each(w0, w1, w2, w3)
-    mirrored = reverse_halves(words)
-    halves = tl.join(tl.join(words & 0xFFFF, words >> 16), tl.join(mirrored & 0xFFFF, mirrored >> 16))
-    return tl.reshape(halves, (w0.shape[0], 16 * w0.shape[1])).to(tl.int32)
-
-
-@triton.jit
 def load_dice(seed_ptr, head, NHEADS: tl.constexpr):
     """(seed, step, heads of a slot, this head among them): what a launch's random words depend on."""
     total = tl.load(seed_ptr + TOTAL_HEADS)
@@ -62,38 +37,114 @@ def load_dice(seed_ptr, head, NHEADS: tl.constexpr):
 
 
 @triton.jit
-def random_bits(dice, slot, p, n0, HEADDIM: tl.constexpr, DSTATE: tl.constexpr, COLUMNS: tl.constexpr,
-                ROUNDS: tl.constexpr, PER_CALL: tl.constexpr = 8):
-    """(ROWS, COLUMNS) random numbers of 16 bits for the rows p and columns n0.. of a head's state.
+def philox(low, high, key, ROUNDS: tl.constexpr):
+    """The four words of Philox4x32 for 64-bit counters (low, high) under a 64-bit key.
+
+    A product of 64 bits is one instruction where Triton's own form, made of halves, takes two.
+    """
+    c0, c1 = low.to(tl.uint32), (low >> 32).to(tl.uint32)
+    c2, c3 = high.to(tl.uint32), (high >> 32).to(tl.uint32)
+    k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    for _ in tl.static_range(ROUNDS):
+        p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, p1.to(tl.uint32)
+        c2, c3 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1, p0.to(tl.uint32)
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def random_words(dice, slot, p, n0, HEADDIM: tl.constexpr, DSTATE: tl.constexpr, COLUMNS: tl.constexpr,
+                 ROUNDS: tl.constexpr, PER_CALL: tl.constexpr):
+    """(ROWS, 4 COLUMNS / PER_CALL) random words for the rows p and columns n0.. of a head's state.
 
     One call of the generator serves PER_CALL neighbours of the pool, 8 of 16 bits or 16 of 8 bits, so it
     runs on that part of the tile.
     """
-    row = (slot * dice[2] + dice[3]) * HEADDIM + p
-    call = row[:, None] * (DSTATE // PER_CALL) + (n0 // PER_CALL + tl.arange(0, COLUMNS // PER_CALL))[None, :]
-    step = tl.zeros(call.shape, tl.int64) + dice[1]
-    w0, w1, w2, w3 = tl.philox_impl(low_word(call), high_word(call), low_word(step), high_word(step),
-                                    low_word(dice[0]), high_word(dice[0]), ROUNDS)
-    return sixteen_each(w0, w1, w2, w3) if PER_CALL == 16 else eight_each(w0, w1, w2, w3)
+    first = (slot * dice[2] + dice[3]) * (HEADDIM * (DSTATE // PER_CALL)) + n0 // PER_CALL
+    call = first + (p[:, None] * (DSTATE // PER_CALL) + tl.arange(0, COLUMNS // PER_CALL)[None, :])
+    w0, w1, w2, w3 = philox(call, tl.zeros(call.shape, tl.int64) + dice[1], dice[0], ROUNDS)
+    return four_each(w0, w1, w2, w3)
+
+
+@triton.jit
+def code_bits(words):
+    """(ROWS, 4 C) numbers of 16 bits from (ROWS, C) words: low half, low reversed, high half, high reversed."""
+    mirrored = reverse_halves(words)
+    halves = tl.join(tl.join(words & 0xFFFF, words >> 16), tl.join(mirrored & 0xFFFF, mirrored >> 16))
+    return tl.reshape(halves, (words.shape[0], 4 * words.shape[1])).to(tl.int32)
+
+
+@triton.jit
+def random_bits(dice, slot, p, n0, HEADDIM: tl.constexpr, DSTATE: tl.constexpr, COLUMNS: tl.constexpr,
+                ROUNDS: tl.constexpr):
+    """(ROWS, COLUMNS) random numbers of 16 bits for elements of two bytes; see ``random_words``."""
+    words = random_words(dice, slot, p, n0, HEADDIM, DSTATE, COLUMNS, ROUNDS, 8)
+    return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (words.shape[0], 2 * words.shape[1])).to(tl.int32)
+
+
+@triton.jit
+def bf16_above(value, word):
+    """fp32 ``value`` rounded with the low 16 bits of a word: bf16 in the upper half of an integer, noise below it.
+
+    The greatest number has no bits to drop, so nothing rounds past it.
+    """
+    finite = tl.clamp(value, -3.3895313892515355e38, 3.3895313892515355e38).to(tl.int32, bitcast=True)
+    return tl.where(value != value, 0x7FFF0000, finite + (word & 0xFFFF).to(tl.int32))
+
+
+@triton.jit
+def fp16_below(value, word):
+    """fp32 ``value`` rounded with the low 13 bits of a word: fp16 in the low half of an integer, zeros above it."""
+    magnitude = tl.minimum(tl.abs(value), 65504.0)
+    # Results below the smallest normal number, in fixed point: 13 bits behind their last digit of 2^-24. There this is
+    # the greater of the two, and from that number on the smaller one.
+    fixed = (tl.minimum(magnitude, 6.103515625e-05) * 137438953472.0).to(tl.int32)
+    units = tl.maximum(fixed, magnitude.to(tl.int32, bitcast=True) - (112 << 23)) + (word & 0x1FFF).to(tl.int32)
+    sign = (value.to(tl.int32, bitcast=True) >> 16) & 0x8000
+    return tl.where(value != value, 0x7FFF, (units >> 13) | sign)
 
 
 @triton.jit
 def round_stochastic(value, bits, DTYPE: tl.constexpr):
     """fp32 ``value`` as fp16 or bf16: the random bits are added to those that the narrow type drops."""
-    raw = value.to(tl.int32, bitcast=True)
-    magnitude = raw & 0x7FFFFFFF
+    pattern = fp16_below(value, bits) if DTYPE == tl.float16 else bf16_above(value, bits) >> 16  # noqa: SIM300
+    return pattern.to(tl.int16).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def moved_up(value, word):
+    """fp32 ``value`` moved away from zero by the low 13 bits of a word: cut off to fp16, it is rounded with them.
+
+    As ``fp16_below``, but for subnormal results by an addition that cuts off, which PTX has: half the
+    instructions. Its factor, 2^112, brings the bits, read as fp32's least numbers, to units of 2^-37.
+    """
+    drawn = (word & 0x1FFF).to(tl.int32)
+    magnitude = tl.minimum(tl.abs(value), 65504.0, propagate_nan=tl.PropagateNan.ALL)
+    normal = (magnitude.to(tl.int32, bitcast=True) + drawn).to(tl.float32, bitcast=True)
+    subnormal = tl.inline_asm_elementwise("fma.rz.f32 $0, $1, 0f77800000, $2;", "=r,r,r",
+                                          [drawn.to(tl.float32, bitcast=True), magnitude], dtype=tl.float32,
+                                          is_pure=True, pack=1)
+    up = tl.maximum(normal, subnormal, propagate_nan=tl.PropagateNan.ALL).to(tl.int32, bitcast=True)
+    return (up | (value.to(tl.int32, bitcast=True) & -0x80000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_pairs(value, words, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """``round_stochastic`` of (ROWS, 2 C) fp32 with (ROWS, C) random words, in half the instructions.
+
+    Returns (ROWS, C) integers, each two results, the first in its low half, as both lie in memory.
+    """
+    first, second = tl.split(tl.reshape(value, (words.shape[0], words.shape[1], 2)))
     if DTYPE == tl.bfloat16:  # noqa: SIM300  a constant only by its spelling
-        rounded = tl.minimum((magnitude + bits) >> 16, 0x7F7F)
+        pairs = ((bf16_above(first, words) >> 16) & 0xFFFF) | (bf16_above(second, words >> 16) & -65536)
+    elif PTX:
+        pairs = tl.inline_asm_elementwise("cvt.rz.f16x2.f32 $0, $1, $2;", "=r,r,r",
+                                          [moved_up(second, words >> 16), moved_up(first, words)], dtype=tl.int32,
+                                          is_pure=True, pack=1)
     else:
-        drawn = bits & 0x1FFF
-        normal = ((magnitude + drawn) >> 13) - (112 << 10)
-        # Below fp16's smallest normal number: fixed point, 13 bits behind its last digit of 2^-24.
-        small = tl.minimum(magnitude, 0x38800000).to(tl.float32, bitcast=True) * 137438953472.0
-        subnormal = (small.to(tl.int32) + drawn) >> 13
-        rounded = tl.minimum(tl.where(magnitude < 0x38800000, subnormal, normal), 0x7BFF)
-    is_nan = magnitude > 0x7F800000
-    sign = (raw >> 16) & 0x8000
-    return tl.where(is_nan, 0x7FFF, rounded | sign).to(tl.int16).to(DTYPE, bitcast=True)
+        pairs = fp16_below(first, words) | (fp16_below(second, words >> 16) << 16)
+    return pairs
 
 
 @triton.jit
@@ -168,8 +219,33 @@ def encode(value, reciprocal, finite, bits, CODES: tl.constexpr, STOCHASTIC: tl.
 
 
 @triton.jit
+def flushing_rows(is_flush_ptr, indices_ptr, indices_row, null_block_id, rows, BLOCK: tl.constexpr):
+    """How many of the batch's rows flush; padded ones do not."""
+    found = tl.zeros((BLOCK,), tl.int32)
+    for start in tl.range(0, rows, BLOCK, num_stages=1):
+        row = start + tl.arange(0, BLOCK)
+        slot = tl.load(indices_ptr + row * indices_row, mask=row < rows, other=-1).to(tl.int64)
+        flush = tl.load(is_flush_ptr + row, mask=row < rows, other=0)
+        found += tl.where((slot >= 0) & (slot != null_block_id) & (flush != 0), 1, 0)
+    return tl.sum(found)
+
+
+@triton.jit
+def count(seed_ptr, n):
+    """Add ``n`` to the arrivals of a launch; who brings them to zero moves the step on, for the next launch.
+
+    Each program that draws adds 1 behind its draws, and one program subtracts their number: whatever the
+    order, the sum is zero only when all have been here. So the programs that draw nothing, nearly all of them,
+    need not count: an atomic of every program took 5% of a step, and one that orders memory 15%.
+    """
+    tl.debug_barrier()  # the other threads have drawn, too: what they stored depends on the step that they read
+    if tl.atomic_add(seed_ptr + ARRIVALS, n, sem="relaxed") == -n:
+        tl.atomic_add(seed_ptr + STEP, 1, sem="relaxed")
+
+
+@triton.jit
 def arrive(seed_ptr):
-    """Count this program, which has loaded its dice; returns how many came before."""
+    """Count this program, which has loaded its dice; returns how many came before. See ``count`` for what it costs."""
     return tl.atomic_add(seed_ptr + ARRIVALS, 1)
 
 

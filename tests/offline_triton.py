@@ -34,15 +34,16 @@ def problems(target: str) -> list[tuple[str, Mamba2Problem]]:
     main = [(f"64x128 L16 {str(state)[6:]}", make_problem((64, 64, 128, 8), state)) for state in (F32, F16, BF16)]
     tail = ("80x128 L5 bfloat16", make_problem((96, 80, 128, 8), BF16, 5))
     eight_bit = ("64x128 int8 stochastic", make_problem((64, 64, 128, 8), torch.int8, philox_rounds=5))
+    stochastic = ("64x128 L16 float16, stochastic", make_problem((64, 64, 128, 8), F16, philox_rounds=5))
     if target != "sm_90":
-        return [*main[:2], tail, eight_bit]
-    return [*main, tail, eight_bit,
+        return [*main[:2], tail, eight_bit, stochastic]
+    return [*main, tail, eight_bit, stochastic,
+            ("64x128 L16 bfloat16, stochastic", make_problem((64, 64, 128, 8), BF16, philox_rounds=10)),
             ("64x128 e4m3", make_problem((64, 64, 128, 8), torch.float8_e4m3fn)),
             ("80x128 e4m3 stochastic", make_problem((96, 80, 128, 8), torch.float8_e4m3fn, philox_rounds=10)),
             ("64x256 int8", make_problem((48, 64, 256, 1), torch.int8)),
             ("80x128 L16 float32", make_problem((96, 80, 128, 8), F32)),
             ("64x256 L16 float32", make_problem((48, 64, 256, 1), F32)),
-            ("64x128 L16 float16, stochastic", make_problem((64, 64, 128, 8), F16, philox_rounds=5)),
             ("20x24 L5 float16, all options",
              make_problem((6, 20, 24, 2), F16, 5, F16, has_z=True, D_tied=False, row_align=8, state_align=16,
                           index_dtype=torch.int64, index_ndim=2)),
@@ -54,7 +55,7 @@ def problems(target: str) -> list[tuple[str, Mamba2Problem]]:
 
 def compile_replay(target: str, problem: Mamba2Problem, config: Mamba2TritonConfig) -> Resources:
     return compile_for(target, mamba2.replay_kernel, mamba2.replay_arguments(problem),
-                       mamba2.replay_constants(problem, config),
+                       mamba2.replay_constants(problem, config, ptx=target.startswith("sm_")),
                        compile_options(config.num_warps, config.max_registers))
 
 

@@ -216,7 +216,7 @@ def test_triton_draws_the_bits_of_the_specification() -> None:
                COLUMNS: tl.constexpr):
         p, n = tl.arange(0, 8), tl.arange(0, COLUMNS)
         dice = kernels.load_dice(seed, head, H)
-        drawn = kernels.random_bits(dice, slot, p, n0, P, N, COLUMNS, 5, 16)
+        drawn = kernels.code_bits(kernels.random_words(dice, slot, p, n0, P, N, COLUMNS, 5, 16))
         tl.store(out + p[:, None] * COLUMNS + n[None, :], drawn, mask=(p < P)[:, None])
 
     state = seed_state(SEED, "cpu", step=2 ** 40 + 3, first_head=5, total_heads=16)

@@ -60,6 +60,15 @@ def test_small_states_leave_room_for_bytes_in_flight() -> None:
             assert programs * row["state_bytes"] >= 80 * 1024, row
 
 
+def test_stochastic_rounding_keeps_as_many_programs_resident() -> None:
+    """Rows that do not flush must not pay for those that round."""
+    rows = {row["label"]: row for row in compiled("sm_90")}
+    for label in ("64x128 L16 float16", "64x128 L16 bfloat16"):
+        plain, rounded = rows[label], rows[f"{label}, stochastic"]
+        assert rounded["threads"] == plain["threads"]
+        assert rounded["replay"]["registers"] <= -(-plain["replay"]["registers"] // 8) * 8, (plain, rounded)
+
+
 def test_a_prepared_step_never_compiles_again() -> None:
     """On a driver that is only pretended: one load a problem at any batch, stride and slot, other problems apart."""
     [result] = results("fake_gpu.py")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from tests.interpreter import interpreted_import
 mamba2 = interpreted_import("fallback_triton.mamba2")
 kernels = interpreted_import("fallback_triton.rounding")
 triton, tl = interpreted_import("triton"), interpreted_import("triton.language")
+InterpreterBuilder = interpreted_import("triton.runtime.interpreter").InterpreterBuilder
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 SEED = 0x123456789ABCDEF
@@ -32,44 +35,117 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16])
-def test_rule(dtype: torch.dtype) -> None:
-    """Normal and subnormal results, representable values, overflow, infinities and NaN, under any random bits."""
-    @triton.jit
-    def kernel(value, random, out):  # type: ignore[no-untyped-def]
-        at = tl.arange(0, 4096)
-        tl.store(out + at, kernels.round_stochastic(tl.load(value + at), tl.load(random + at), out.dtype.element_ty))
+def emulate(asm: str, constraints: str, values: list[Any], types: list[Any], pure: bool, pack: int) -> Any:
+    """The two instructions that the kernels write in PTX, on the interpreter's arrays."""
+    data = [v.data for v in values]
+    if asm.startswith("fma.rz.f32 $0, $1, 0f77800000, $2"):
+        exact = data[0].astype(np.float64) * 2.0 ** 112 + data[1]  # of the values of this file
+        out = exact.astype(np.float32)
+        out = np.where(out > exact, np.nextafter(out, np.float32(0)), out)
+    else:
+        assert asm.startswith("cvt.rz.f16x2.f32 $0, $1, $2")
+        halves = [np.clip(v, -65504, 65504).astype(np.float16) for v in data]  # cut off, they do not overflow
+        halves = [np.where(np.abs(h.astype(np.float32)) > np.abs(v), np.nextafter(h, np.float16(0)), h)
+                  for h, v in zip(halves, data, strict=True)]
+        high, low = (np.where(np.isnan(h), 0x7FFF, h.view(np.uint16)).astype(np.uint32) for h in halves)
+        out = (high << 16 | low).view(np.int32)
+    handle = type(values[0])(out, types[0].scalar)
+    return SimpleNamespace(get_result=lambda i: handle)
 
+
+def values(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(8192,) fp32 and random numbers of 16 bits: normal and subnormal results, representable ones, overflow, NaN."""
     gen = torch.Generator().manual_seed(0)
-    value = torch.randn(4096, generator=gen) * torch.exp2(torch.randint(-45, 20, (4096,), generator=gen).float())
+    value = torch.randn(8192, generator=gen) * torch.exp2(torch.randint(-45, 20, (8192,), generator=gen).float())
     value[:12] = torch.tensor([0.0, -0.0, 1.0, -1.5, 65504.0, 65519.9, 65536.0, -3e38, float("inf"), -float("inf"),
                                float("nan"), 2.0 ** -24])
     value[12:200] = value[12:200].to(dtype).float()  # these must not move
-    drawn = torch.randint(0, 1 << (13 if dtype is F16 else 16), (4096,), generator=gen)
-    out = torch.empty(4096, dtype=dtype)
+    drawn = torch.randint(0, 1 << 16, (8192,), generator=gen)
+    short = 2.0 ** -37 * (8192 - (drawn[200:600] & 0x1FFF)).float()  # with the random bits just below fp16's least
+    value[200:600] = torch.nextafter(short, torch.zeros(()))
+    return value, drawn
+
+
+@pytest.mark.parametrize(("dtype", "ptx"), [(F16, False), (F16, True), (BF16, False)])
+def test_rule_in_pairs(dtype: torch.dtype, ptx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    @triton.jit
+    def kernel(value, words, out, DTYPE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+        row, pair, column = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :], tl.arange(0, 128)[None, :]
+        pairs = kernels.round_pairs(tl.load(value + row * 128 + column), tl.load(words + row * 64 + pair), DTYPE, PTX)
+        tl.store(out + row * 64 + pair, pairs)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", staticmethod(emulate))
+    value, drawn = values(dtype)
+    out = torch.empty(8192, dtype=dtype)
+    kernel[(1,)](value, (drawn[::2] | drawn[1::2] << 16).int(), out.view(torch.int32),
+                 DTYPE=tl.float16 if dtype is F16 else tl.bfloat16, PTX=ptx)
+    want = round_stochastic(value, drawn & (0x1FFF if dtype is F16 else 0xFFFF), dtype)
+    assert torch.equal(bits(out), bits(want))
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_one_at_a_time_as_in_pairs(dtype: torch.dtype) -> None:
+    @triton.jit
+    def kernel(value, random, out):  # type: ignore[no-untyped-def]
+        at = tl.arange(0, 8192)
+        tl.store(out + at, kernels.round_stochastic(tl.load(value + at), tl.load(random + at), out.dtype.element_ty))
+
+    value, drawn = values(dtype)
+    out = torch.empty(8192, dtype=dtype)
     kernel[(1,)](value, drawn.int(), out)
-    assert torch.equal(bits(out), bits(round_stochastic(value, drawn, dtype)))
+    assert torch.equal(bits(out), bits(round_stochastic(value, drawn & (0x1FFF if dtype is F16 else 0xFFFF), dtype)))
 
 
 @pytest.mark.parametrize("rounds", [1, 5, 10])
-def test_random_bits(rounds: int) -> None:
+def test_random_words(rounds: int) -> None:
     """Tiles anywhere in a pool past 2^32 elements, with a seed and a step of 64 bits, on a rank of a split layer."""
     H, P, N, columns, slot, head = 4, 6, 48, 16, 70_000_001, 2
 
     @triton.jit
     def kernel(seed, out, slot, head, n0, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr,  # type: ignore[no-untyped-def]
                COLUMNS: tl.constexpr, ROUNDS: tl.constexpr):
-        p, n = tl.arange(0, 8), tl.arange(0, COLUMNS)
+        p, pair = tl.arange(0, 8), tl.arange(0, COLUMNS // 2)
         dice = kernels.load_dice(seed, head, H)
-        drawn = kernels.random_bits(dice, slot, p, n0, P, N, COLUMNS, ROUNDS)
-        tl.store(out + p[:, None] * COLUMNS + n[None, :], drawn, mask=(p < P)[:, None] & (n < COLUMNS)[None, :])
+        words = kernels.random_words(dice, slot, p, n0, P, N, COLUMNS, ROUNDS, 8)
+        tl.store(out + p[:, None] * (COLUMNS // 2) + pair[None, :], words.to(tl.int32), mask=(p < P)[:, None])
 
     state = seed_state(SEED, "cpu", step=2 ** 40 + 3, first_head=5, total_heads=16)
-    out = torch.empty(P, columns, dtype=torch.int32)
+    out = torch.empty(P, columns // 2, dtype=torch.int32)
     kernel[(1,)](state, out, 3 * slot, head, 32, H=H, P=P, N=N, COLUMNS=columns, ROUNDS=rounds)
     position = (((3 * slot) * 16 + 5 + head) * P + torch.arange(P)[:, None]) * N + 32 + torch.arange(columns)
     assert int(position.max()) > 2 ** 32
-    assert torch.equal(out.long(), random_bits(position, SEED, 2 ** 40 + 3, BF16, rounds))
+    halves = torch.stack((out & 0xFFFF, out >> 16 & 0xFFFF), -1).flatten(1)
+    assert torch.equal(halves.long(), random_bits(position, SEED, 2 ** 40 + 3, BF16, rounds))
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_the_last_to_come_moves_the_step_on(place: int) -> None:
+    """Three programs that draw and one that says so, in any order."""
+    @triton.jit
+    def kernel(seed, numbers, steps):  # type: ignore[no-untyped-def]
+        program = tl.program_id(0)
+        kernels.count(seed, tl.load(numbers + program))
+        tl.store(steps + program, tl.load(seed + kernels.STEP))
+
+    seed, steps = seed_state(SEED, "cpu", step=9), torch.empty(4, dtype=torch.int64)
+    numbers = torch.ones(4, dtype=torch.int64)
+    numbers[place] = -3
+    kernel[(4,)](seed, numbers, steps)
+    assert steps.tolist() == [9, 9, 9, 10] and seed.tolist()[1:3] == [10, 0]
+
+
+@pytest.mark.parametrize("rows", [1, 31, 32, 100])
+def test_flushing_rows_are_counted(rows: int) -> None:
+    @triton.jit
+    def kernel(flush, indices, stride, null, rows, out):  # type: ignore[no-untyped-def]
+        tl.store(out, kernels.flushing_rows(flush, indices, stride, null, rows, 32))
+
+    gen, out = torch.Generator().manual_seed(rows), torch.empty(1, dtype=torch.int32)
+    flush = torch.randint(0, 2, (rows + 5,), generator=gen).bool()
+    indices = torch.randint(-1, 3, (rows + 5, 3), generator=gen, dtype=torch.int64)
+    kernel[(1,)](flush, indices, 3, 2, rows, out)
+    live = (indices[:rows, 0] >= 0) & (indices[:rows, 0] != 2)
+    assert int(out) == int((flush[:rows] & live).sum())
 
 
 def exact_case(**options: Any) -> Case:

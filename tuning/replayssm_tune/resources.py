@@ -69,7 +69,7 @@ def _triton(problem: Mamba2Problem, config: dict[str, Any], arch: Arch) -> Resou
         raise UnsupportedError("triton", f"{arch} is none of the offline targets {', '.join(TARGETS)}")
     chosen = Mamba2TritonConfig.from_dict(config)
     found = compile_for(name, mamba2.replay_kernel, mamba2.replay_arguments(problem),
-                        mamba2.replay_constants(problem, chosen),
+                        mamba2.replay_constants(problem, chosen, ptx=True),
                         compile_options(chosen.num_warps, chosen.max_registers))
     return Resources(found.registers, found.spilled, found.shared, chosen.num_warps * TARGETS[name].warp_size)
 
