@@ -157,12 +157,17 @@ def table(target: str) -> str:
     return "\n".join(lines)
 
 
+def write(limits: dict[str, dict[str, Any]], path: Path) -> None:
+    """Limits by target and label, one label a line."""
+    path.write_text("{\n" + ",\n".join(
+        f' "{name}": {{\n' + ",\n".join(f"  {json.dumps(label)}: {json.dumps(held)}" for label, held in rows.items())
+        + "\n }" for name, rows in limits.items()) + "\n}\n")
+
+
 def main() -> None:
     limits = {name: {label: limits_of(resources(report, target), report["config"]["min_ctas"])
                      for label, report in reports(name).items()} for name, target in TARGETS.items()}
-    LIMITS.write_text("{\n" + ",\n".join(
-        f' "{name}": {{\n' + ",\n".join(f"  {json.dumps(label)}: {json.dumps(held)}" for label, held in rows.items())
-        + "\n }" for name, rows in limits.items()) + "\n}\n")
+    write(limits, LIMITS)
     before = PAGE.read_text().split("<!-- tables -->")[0]
     PAGE.write_text(before + "<!-- tables -->\n" + "\n\n".join(map(table, TARGETS)) + "\n")
 
