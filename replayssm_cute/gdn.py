@@ -55,7 +55,7 @@ def gdn_replayssm_decode(
         cache_philox_rounds: rounds of its random generator, 1 to 16; 0 means 10.
         rand_seed: (8,) int64 of ``rounding.seed_state``. Caller's; every launch, also of a captured graph, advances
             its step. None takes a state of this package, one a device.
-        backend: ``"triton"`` or ``"torch"`` to insist on one; None chooses.
+        backend: ``"cute"``, ``"triton"`` or ``"torch"`` to insist on one; None chooses.
 
     Returns:
         ``out``.

@@ -14,7 +14,7 @@ from replayssm_cute.kernels.targets import TARGETS
 
 
 def compile_gdn(problem: GdnProblem, config: GdnConfig, target: str, sms: int, options: str = "") -> Callable[..., Any]:
-    """The compiled step for a problem; its arguments are those of the kernels' ``__call__``, see ``arguments``.
+    """The compiled step for a problem; its arguments are those of the kernels' ``__call__``, see ``in_order``.
 
     It runs on the current torch stream, allocates nothing, and checks dtypes, shapes, strides and alignment of every
     tensor itself (``ValueError`` or ``TypeError``; nothing is launched then).
@@ -55,9 +55,9 @@ def _build(problem: GdnProblem, config: GdnConfig, target: str, sms: int, option
                         options=f"--enable-tvm-ffi --gpu-arch={target} {options}".strip())
 
 
-def arguments(problem: GdnProblem, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of an operation, in the order of the kernels' ``__call__``; None where a step has none."""
-    if problem.tokens:
+def in_order(spec: bool, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a verify or a decode step in the order of the kernels' ``__call__``; None for what it lacks."""
+    if spec:
         return (*args, None)
-    pools, (pos, forced, slots, null, out), seed = args[:11], args[11:16], args[16:]
-    return (*pools, None, None, None, out, None, slots, None, pos, None, forced, null, seed[0] if seed else None)
+    pos, forced, slots, null, out, *seed = args[11:]
+    return (*args[:11], None, None, None, out, None, slots, None, pos, None, forced, null, seed[0] if seed else None)

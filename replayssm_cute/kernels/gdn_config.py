@@ -86,7 +86,7 @@ def smem_bytes(problem: GdnProblem, config: GdnConfig) -> int:
         return fold + 2 * HEAD_SIZE * records * (fold > 0) + 512
     state = config.tile_v * HEAD_SIZE * problem.state_dtype.itemsize
     vectors = 2 * HEAD_SIZE * (2 * records + 2 * tokens) + 2 * config.tile_v * tokens
-    return config.stages * (state + vectors + fold + 8 * tokens + 512) + 1024
+    return config.stages * (state + vectors + fold + 8 * tokens + 512) + 1024 + 4096 * (fold > 0)
 
 
 def takes(problem: GdnProblem) -> Support:

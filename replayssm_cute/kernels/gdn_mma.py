@@ -24,17 +24,10 @@ def mma_tf32(a, b, acc):
         write_only_types=[Float32] * 4, read_only_args=[*a, *b, *acc])
 
 
-def mma_fp32(rows, columns, acc):
-    """acc + A B with fp32 rows and columns that tf32 holds exactly.
-
-    Args:
-        rows: four Float32, this lane's a.
-        columns: two Float32, this lane's b.
-    """
-    high = [bits(x) & Uint32(TF32_MASK) for x in rows]
-    low = [bits(x - from_bits(h)) for x, h in zip(rows, high)]
-    b = [bits(x) for x in columns]
-    return mma_tf32(high, b, mma_tf32(low, b, acc))
+def split_tf32(values):
+    """fp32 values as (words, words of the rest) of which tf32 operands keep all, or all but the last bits of the rest."""
+    high = [bits(x) & Uint32(TF32_MASK) for x in values]
+    return high, [bits(x - from_bits(h)) for x, h in zip(values, high)]
 
 
 def transpose(word):

@@ -21,33 +21,28 @@ GATE, BETA = range(2)
 class Producer:
     """Mixin of the staged kernel."""
 
-    def split(self, item):
-        """Item -> (batch row, head, tile)."""
-        return item // (self.HV * self.tiles_v), item // self.tiles_v % self.HV, item % self.tiles_v
-
     @cute.jit
     def load_facts(self, mStarts, mSlots, mKeys, mPos, mBase, mFlush, null_block_id, b):
         """The facts of batch row b, Int32 each, in their order."""
         slot = Int32(mSlots[b])
-        key, start, count, row, base, forced = slot, b, Int32(1), b, Int32(0), Int32(0)
+        key, start, count, base, forced = slot, b, Int32(1), Int32(0), Int32(0)
         if const_expr(self.spec):
             key, start = Int32(mKeys[b]), mStarts[b]
-            count, row = mStarts[b + 1] - start, key
+            count = mStarts[b + 1] - start
         pos = Int32(0)
+        if const_expr(not self.spec):  # kept by batch row: they need not wait for the slot
+            pos = mPos[b]
+            if const_expr(mFlush is not None):
+                forced = Int32(mFlush[b])
+            forced = forced | Int32(pos == self.L - 1)
         if slot == null_block_id or slot < 0 or key == null_block_id or key < 0:
             slot = Int32(PADDED)
-        if slot >= 0:
-            pos = mPos[row]
-            if const_expr(self.spec):
-                base = mBase[row]
-            if const_expr(mFlush is not None):
-                forced = Int32(mFlush[row])
-            if const_expr(not self.spec):
-                if pos == self.L - 1:
-                    forced = Int32(1)
-            if const_expr(self.problem.launch_mode != "both"):
-                if (forced != 0) != (self.problem.launch_mode == "flush"):
-                    slot = Int32(SKIPPED)
+        if const_expr(self.spec):
+            if slot >= 0:
+                pos, base, forced = mPos[key], mBase[key], Int32(mFlush[key])
+        if const_expr(self.problem.launch_mode != "both"):
+            if slot >= 0 and (forced != 0) != (self.problem.launch_mode == "flush"):
+                slot = Int32(SKIPPED)
         return slot, key, pos, base, forced, start, count
 
     @cute.jit
@@ -90,22 +85,24 @@ class Producer:
         ints[HEAD, stage], ints[TILE_V, stage] = h, tile
 
     @cute.jit
-    def produce(self, s, mState, mQ, mK, mV, mA, mB, mAlog, mBias, mDc, mKc, mGc, mRv, mRk, mBeta, mStarts, mSlots, mKeys,
-                mPos, mBase, mFlush, null_block_id, items, first, step, count, lane):
-        rows = (mStarts, mSlots, mKeys, mPos, mBase, mFlush, null_block_id)
+    def produce(self, s, mState, mQ, mK, mV, mA, mB, mAlog, mBias, mDc, mKc, mGc, mRv, mRk, mBeta, rows, order, block,
+                count, lane):
+        """``block``: facts of the lane's item of the first 32; None where the order was not known in time."""
         inputs = (mA, mB, mAlog, mBias, mGc, mBeta)
-        per_row = self.HV * self.tiles_v
-        block = self.load_facts(*rows, cutlass.min(first + lane * step, items - 1) // per_row)
-        ahead = self.load_facts(*rows, cutlass.min(first + (32 + lane) * step, items - 1) // per_row)
+        if const_expr(block is None):
+            block = self.load_facts(*rows, self.locate(s, order, lane)[0])
+        ahead = block
         facts = [cute.arch.shuffle_sync(f, 0) for f in block]
-        raw = self.load_gates(*inputs, facts, self.split(first)[1], lane)
+        _, h, tile = self.locate(s, order, 0)
+        raw = self.load_gates(*inputs, facts, h, lane)
         for k in cutlass.range(count, unroll=1):
             stage = k % self.stages
             if k >= self.stages:
                 cute.arch.mbarrier_wait(s.empty + stage, ((k // self.stages) & 1) ^ 1)
             cute.arch.sync_warp()
-            _, h, tile = self.split(first + k * step)
             self.copy_item(s, mState, mQ, mK, mV, mDc, mKc, mRv, mRk, facts, h, tile, stage, lane)
+            if k % 32 == 0:
+                ahead = self.load_facts(*rows, self.locate(s, order, k + 32 + lane)[0])
             self.store_gates(s, raw, facts, stage, lane)
             if lane == 0:
                 self.store_facts(s, facts, h, tile, stage)
@@ -114,9 +111,9 @@ class Producer:
                 cute.arch.mbarrier_arrive_and_expect_tx(s.full + stage, self.item_bytes(facts))
             if (k + 1) % 32 == 0:
                 block = ahead
-                ahead = self.load_facts(*rows, cutlass.min(first + (k + 33 + lane) * step, items - 1) // per_row)
             facts = [cute.arch.shuffle_sync(f, (k + 1) % 32) for f in block]
-            raw = self.load_gates(*inputs, facts, self.split(first + (k + 1) * step)[1], lane)
+            _, h, tile = self.locate(s, order, k + 1)
+            raw = self.load_gates(*inputs, facts, h, lane)
         if const_expr(self.config.pdl):  # all that is left is to drain
             cute.arch.griddepcontrol_launch_dependents()
 

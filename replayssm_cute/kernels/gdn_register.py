@@ -52,12 +52,17 @@ class GdnRegisterKernel(Window, Fold, GdnTile):
         h, tile, warp, lane = bx // self.tiles_v, bx % self.tiles_v, tid // 32, tid % 32
         slot, key, pos, base, flush, start, count = self.load_facts(mStarts, mSlots, mKeys, mPos, mBase, mFlush,
                                                                    null_block_id, b)
+        item = SimpleNamespace(
+            slot=Int64(slot), key=Int64(key), h=h, tile=tile, records=pos, base=base, start=start, count=count,
+            warp=warp, head_warp=tile * self.warps + warp, lane=lane,
+            append=Boolean(True) if const_expr(self.spec) else flush == 0)
+        # The window does not depend on the slot: it is on its way while the slot is waited for.
+        z, v = self.zero_window()
+        self.load_window(mQ, mK, mV, item, h // self.ratio, z, v)
+        raw = [self.load_gates(mA, mB, item, t) for t in range(self.tiles)]
+        constants = mAlog[h], mBias[h]
         if slot >= 0:
-            item = SimpleNamespace(
-                slot=Int64(slot), key=Int64(key), h=h, tile=tile, records=pos, base=base, start=start, count=count,
-                warp=warp, head_warp=tile * self.warps + warp, lane=lane,
-                append=Boolean(True) if const_expr(self.spec) else flush == 0)
-            self.serve(s, mState, mQ, mK, mV, mA, mB, mAlog, mBias, mDc, mKc, mGc, mRv, mRk, mBeta, mOut, dice, item, flush)
+            self.serve(s, mState, mK, mDc, mKc, mGc, mRv, mRk, mBeta, mOut, dice, item, flush, z, v, raw, constants)
         elif slot > SKIPPED:
             self.clear_output(mOut, start, count, h, tile * self.warps + warp, lane)
 
@@ -75,25 +80,23 @@ class GdnRegisterKernel(Window, Fold, GdnTile):
                                decay=tensor(Float32, RECORDS), beta=tensor(Float32, RECORDS))
 
     @cute.jit
-    def serve(self, s, mState, mQ, mK, mV, mA, mB, mAlog, mBias, mDc, mKc, mGc, mRv, mRk, mBeta, mOut, dice, item, flush):
+    def serve(self, s, mState, mK, mDc, mKc, mGc, mRv, mRk, mBeta, mOut, dice, item, flush, z, v, raw, constants):
         """The item of a live row."""
         lane, h, hk = item.lane, item.h, item.h // self.ratio
         state = self.fragment(self.state_dtype, self.W, self.chunks, self.rows)
         self.load_rows(mState[item.slot, h, None, None], item.tile * self.tile_v + self.first_row(item.warp, lane), state,
                        lane % 4)
-        old_g = Float32(0.0)
+        old_g, held = Float32(0.0), item.records
+        if const_expr(self.exact):  # else the fold will find the ring's rows in L1
+            held = Int32(cutlass.select_(flush != 0, Int32(0), item.records))
         if lane < item.records:
             old_g = mGc[item.key, h, self.ring_row(item.base, lane)]
-        z, v = self.zero_window()
-        self.load_window(mQ, mK, mV, item, hk, z, v)
-        g, gate, beta = self.window_gates([self.load_gates(mA, mB, item, t) for t in range(self.tiles)],
-                                          mAlog[h].to(Float32), mBias[h].to(Float32), item)
-        later, total = device.suffix_sums([old_g], lane, self.L)
-        weights = device.select(lane < item.records, exp(later[0]), Float32(0.0))
         src = SimpleNamespace(state=state, k=mKc[item.key, hk, None, None], d=mDc[item.key, h, None, None], base=item.base,
-                              weights=weights, now=mK[item.start, hk, None], q=lane % 4,
-                              d_at=TILE * item.head_warp + lane % 4)
-        decay, held = exp(total), item.records
+                              now=mK[item.start, hk, None], q=lane % 4, d_at=TILE * item.head_warp + lane % 4)
+        ring = self.load_ring(src, held, lane)
+        g, gate, beta = self.window_gates(raw, *(x.to(Float32) for x in constants), item)
+        later, total = device.suffix_sums([old_g], lane, self.L)
+        src.weights, decay = device.select(lane < item.records, exp(later[0]), Float32(0.0)), exp(total)
         if const_expr(self.spec):
             if flush != 0:
                 if const_expr(self.exact):
@@ -101,9 +104,9 @@ class GdnRegisterKernel(Window, Fold, GdnTile):
                               mBeta[item.key, h, None], old_g)
                 else:
                     self.fold_ring(src, item, mState, decay, None, None, None, None, True)
-            held = Int32(cutlass.select_(flush != 0, Int32(0), item.records))
             decay = device.select(flush != 0, Float32(1.0), decay)
-        d, inverse_k = self.verify_window(None, src, item, mOut, mDc, mKc, mGc, mRv, mRk, mBeta, z, v, g, gate, beta, held,
+            src.weights = device.select(flush != 0, Float32(0.0), src.weights)
+        d, inverse_k = self.verify_window(None, src, item, mOut, mDc, mKc, mGc, mRv, mRk, mBeta, z, v, g, gate, beta, ring,
                                           decay, None)
         if const_expr(not self.spec):
             if flush != 0:
@@ -159,13 +162,13 @@ class GdnRegisterKernel(Window, Fold, GdnTile):
         """a and b of the lane's token of tile t, or of some other one where it is absent."""
         token = item.start + cutlass.max(cutlass.min(TILE * t + item.lane % 4, item.count - 1), 0)
         token = cutlass.min(token, mA.shape[0] - 1)
-        return mA[token, item.h].to(Float32), mB[token, item.h].to(Float32)
+        return mA[token, item.h], mB[token, item.h]
 
     def window_gates(self, raw, A_log, dt_bias, item):
         """(g of every token, g and beta of the lane's token of every tile); zeros for absent ones."""
         q, gate, beta = item.lane % 4, [], []
         for t, (a, b) in enumerate(raw):
-            pair, there = gates(a, b, A_log, dt_bias), TILE * t + q < item.count
+            pair, there = gates(a.to(Float32), b.to(Float32), A_log, dt_bias), TILE * t + q < item.count
             gate.append(device.select(there, pair[0], Float32(0.0)))
             beta.append(device.select(there, pair[1], Float32(0.0)))
         return [cute.arch.shuffle_sync(gate[i // TILE], item.lane - q + i % TILE) for i in range(self.T)], gate, beta

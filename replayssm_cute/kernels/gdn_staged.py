@@ -21,6 +21,7 @@ from replayssm_cute.kernels.compat import SmemAllocator
 from replayssm_cute.kernels.gdn_config import RECORDS, extra_warps
 from replayssm_cute.kernels.gdn_fold import Fold
 from replayssm_cute.kernels.gdn_gates import exp
+from replayssm_cute.kernels.gdn_order import SORTED_ROWS, Order
 from replayssm_cute.kernels.gdn_producer import (
     BASE,
     BETA,
@@ -40,12 +41,12 @@ from replayssm_cute.kernels.gdn_tile import TILE, GdnTile
 from replayssm_cute.kernels.gdn_window import Window
 
 
-class GdnStagedKernel(Producer, Window, Fold, GdnTile):
+class GdnStagedKernel(Order, Producer, Window, Fold, GdnTile):
     """``min_ctas`` CTAs a multiprocessor."""
 
     def __init__(self, problem, config, target, sms: int) -> None:
         super().__init__(problem, config, target)
-        self.stages, self.ctas = config.stages, config.min_ctas * sms
+        self.stages, self.sms, self.ctas = config.stages, sms, config.min_ctas * sms
         self.threads = 32 * (self.warps + extra_warps(problem, config))
 
     @cute.jit
@@ -55,19 +56,26 @@ class GdnStagedKernel(Producer, Window, Fold, GdnTile):
         items = batch * (self.HV * self.tiles_v)
         rounds = (items + self.ctas - 1) // self.ctas
         self.kernel(mState, mQ, mK, mV, mA, mB, mAlog, mBias, mDc, mKc, mGc, mRv, mRk, mBeta, mOut, mStarts, mSlots,
-                    mKeys, mPos, mBase, mFlush, null_block_id, mSeed, items).launch(
+                    mKeys, mPos, mBase, mFlush, null_block_id, mSeed, items, batch).launch(
             # As few CTAs as take no more rounds: all of them then end together.
             grid=((items + rounds - 1) // rounds, 1, 1), block=(self.threads, 1, 1), stream=stream,
             min_blocks_per_mp=self.config.min_ctas, preferred_smem_carveout=100, use_pdl=self.config.pdl)
 
     @cute.kernel
     def kernel(self, mState, mQ, mK, mV, mA, mB, mAlog, mBias, mDc, mKc, mGc, mRv, mRk, mBeta, mOut, mStarts, mSlots,
-               mKeys, mPos, mBase, mFlush, null_block_id, mSeed, items):
+               mKeys, mPos, mBase, mFlush, null_block_id, mSeed, items, batch):
         tid, _, _ = cute.arch.thread_idx()
         first, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tid // 32)
         count = (items - first + step - 1) // step
+        if const_expr(self.config.pdl):
+            cute.arch.griddepcontrol_wait()
+        rows = (mStarts, mSlots, mKeys, mPos, mBase, mFlush, null_block_id)
+        facts = None
+        if const_expr(not self.exact):  # only the producer uses them, but loaded here they are on their way meanwhile
+            facts = self.load_facts(*rows, cutlass.min(first + tid % 32 * step, items - 1) // (self.HV * self.tiles_v))
+        dice = self.throw_dice(mSeed)
         s = self.allocate()
         if tid == 0:
             for i in cutlass.range_constexpr(self.stages):
@@ -76,19 +84,19 @@ class GdnStagedKernel(Producer, Window, Fold, GdnTile):
                 if const_expr(self.exact):
                     cute.arch.mbarrier_init(s.ready + i, 1)
             cute.arch.mbarrier_init_fence()
+        if const_expr(self.exact):
+            if batch <= SORTED_ROWS:
+                self.read_flags(s, mSlots, mKeys, mFlush, null_block_id, batch, tid)
         cute.arch.sync_threads()
-        if const_expr(self.config.pdl):
-            cute.arch.griddepcontrol_wait()
-        dice = self.throw_dice(mSeed)
-        if const_expr(self.stochastic):
-            cute.arch.sync_threads()  # all threads have read the step
+        if const_expr(self.stochastic):  # all threads have read the step
             if tid == 0:
                 rounding.advance(mSeed, step)
         if warp < self.warps:
             self.consume(s, mState, mOut, mDc, mKc, mGc, mRv, mRk, mBeta, dice, count, tid % 32, warp)
         if warp == self.warps:
-            self.produce(s, mState, mQ, mK, mV, mA, mB, mAlog, mBias, mDc, mKc, mGc, mRv, mRk, mBeta, mStarts, mSlots,
-                         mKeys, mPos, mBase, mFlush, null_block_id, items, first, step, count, tid % 32)
+            order = self.order_items(s, batch, first, step, count, tid % 32)
+            self.produce(s, mState, mQ, mK, mV, mA, mB, mAlog, mBias, mDc, mKc, mGc, mRv, mRk, mBeta, rows, order, facts,
+                         count, tid % 32)
         if const_expr(self.exact):
             if warp == self.warps + 1:
                 self.prepare_folds(s, count, tid % 32)
@@ -113,6 +121,8 @@ class GdnStagedKernel(Producer, Window, Fold, GdnTile):
             fold_k=tensor(Float32, self.K, self.records, ST, align=128) if self.exact else None,
             fold_decay=tensor(Float32, RECORDS, ST) if self.exact else None,
             fold_beta=tensor(Float32, RECORDS, ST) if self.exact else None,
+            flags=tensor(Int32, SORTED_ROWS) if self.exact else None,      # ``gdn_order``
+            rows=tensor(Int32, SORTED_ROWS) if self.exact else None,
             full=smem.allocate_array(Int64, ST), empty=smem.allocate_array(Int64, ST),
             ready=smem.allocate_array(Int64, ST) if self.exact else None)
 
@@ -154,11 +164,12 @@ class GdnStagedKernel(Producer, Window, Fold, GdnTile):
                 self.fold(s, src, item, mState, stage, phase, decay)
             held = Int32(cutlass.select_(flush, Int32(0), item.records))
             decay = Float32(cutlass.select_(flush, Float32(1.0), decay))
+        ring = self.load_ring(src, held, lane)
         z, v = self.zero_window()
         self.load_window(s, item, stage, z, v)
         g, gate, beta = self.load_gates_of(s, stage, lane)
         d, inverse_k = self.verify_window(s.empty + stage, src, item, mOut, mDc, mKc, mGc, mRv, mRk, mBeta, z, v, g, gate,
-                                          beta, held, decay, item.append)
+                                          beta, ring, decay, item.append)
         if const_expr(not self.spec):
             if flush:
                 first = lane - lane % 4

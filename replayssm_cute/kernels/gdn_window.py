@@ -15,13 +15,14 @@ q and k stay raw bf16 in every product, which is exact; their norms and the scal
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 
 from replayssm_cute.kernels import mma
 from replayssm_cute.kernels.gdn_gates import EPSILON, exp
 from replayssm_cute.kernels.gdn_gates import inverse_norm as rsqrt
-from replayssm_cute.kernels.gdn_mma import mma_fp32, pack, split, transpose, unpack
+from replayssm_cute.kernels.gdn_mma import mma_tf32, pack, split, split_tf32, transpose, unpack
 from replayssm_cute.kernels.gdn_tile import BLOCK, TILE, pick, words
+from replayssm_cute.kernels.rounding import bits, from_bits
 
 FP16_SHIFT = 13      # columns of z have a norm of at most 2^13 where they are carried in fp16
 
@@ -37,7 +38,7 @@ class Window:
     # ---- the whole ----------------------------------------------------------------------------------
 
     @cute.jit
-    def verify_window(self, m, src, item, mOut, mDc, mKc, mGc, mRv, mRk, mBeta, z, v, g, gate, beta, held, decay, release):
+    def verify_window(self, m, src, item, mOut, mDc, mKc, mGc, mRv, mRk, mBeta, z, v, g, gate, beta, ring, decay, release):
         """Outputs, d and append of an item.
 
         Args:
@@ -45,18 +46,18 @@ class Window:
             z, v: fragments of the window, raw.
             g: g of every token, in every lane.
             gate, beta: of the lane's token of every tile.
-            held: records that the ring still contributes; decay: exp of their g.
+            ring: what ``load_ring`` gave; decay: exp of the g of these records.
             release: whether to give the stage back here.
 
         Returns:
-            (d of the last tile's lane tokens for each row, inverse norms of k, gram) for a fold that follows.
+            (d, inverse norms of k) of the lane's token of every tile, for a fold that follows.
         """
         lane = item.lane
         gram = self.gram(z)
         norms_q, norms_k = self.squares(gram, lane)
         inverse_q = [self.inverse(n) * self.problem.scale for n in norms_q]
         inverse_k = [self.inverse(n) for n in norms_k]
-        history = self.history(src, z, held, lane)
+        history = self.history(src, ring, z, lane)
         columns, undo_q, undo_k = self.state_columns(z, gram, norms_q, norms_k, lane)
         before = []                                                # by row: by tile: (q, k)
         for i in cutlass.range_constexpr(self.rows // 2):
@@ -91,14 +92,14 @@ class Window:
         for pair in range(0, self.tiles, 2):
             row = [None] * pair
             for t in range(pair, self.tiles):
-                acc = mma.zeros()
+                acc = [mma.zeros(), mma.zeros()]
                 for c in range(self.chunks):
                     for i in range(0, self.W // 2, 2):
                         low = [packed[pair][i + j, c] for j in range(2)]
                         high = [packed[pair + 1][i + j, c] if pair + 1 < self.tiles else zero for j in range(2)]
-                        acc = mma.mma(self.act_dtype, (low[0], high[0], low[1], high[1]),
-                                      [packed[t][i + j, c] for j in range(2)], acc)
-                row.append(acc)
+                        acc[c % 2] = mma.mma(self.act_dtype, (low[0], high[0], low[1], high[1]),
+                                             [packed[t][i + j, c] for j in range(2)], acc[c % 2])
+                row.append(total(*acc))
             result.append(row)
         return result
 
@@ -118,28 +119,30 @@ class Window:
         return norms_q, norms_k
 
     @cute.jit
-    def history(self, src, z, held, lane):
-        """What the ring contributes: by pair of blocks, (d^T as left operands, weighted scores as right ones).
-
-        Rows from record ``held`` on are zeros: they are not read.
-        """
+    def load_ring(self, src, held, lane):
+        """The lane's part of the ring's records: by block, (k, d). Those from record ``held`` on are zeros, not read."""
         result = []
-        for first in cutlass.range_constexpr(0, self.blocks, 2):
-            keys, d = [], []
-            for i in cutlass.range_constexpr(2):
-                j = BLOCK * (first + i) + lane // 4
-                k_rows = self.fragment(self.act_dtype, self.W, self.chunks)
-                d_row = self.fragment(self.act_dtype, 2 * self.rows)
-                k_rows.fill(0.0)
-                d_row.fill(0.0)
-                if const_expr(BLOCK * (first + i) < self.records):
-                    if j < held:
-                        for c in cutlass.range_constexpr(self.chunks):
-                            self.load_k(src, j, c, k_rows[None, c])
-                        self.load_d(src, j, d_row)
-                keys = keys + [words(k_rows)]
-                d = d + [[transpose(words(d_row)[r]) for r in range(self.rows)]]
-            result = result + [(d, self.scores(src, first, keys, z, lane))]
+        for block in cutlass.range_constexpr(self.blocks):
+            j = BLOCK * block + lane // 4
+            k_rows = self.fragment(self.act_dtype, self.W, self.chunks)
+            d_row = self.fragment(self.act_dtype, 2 * self.rows)
+            k_rows.fill(0.0)
+            d_row.fill(0.0)
+            if const_expr(BLOCK * block < self.records):
+                if j < held:
+                    for c in cutlass.range_constexpr(self.chunks):
+                        self.load_k(src, j, c, k_rows[None, c])
+                    self.load_d(src, j, d_row)
+            result = result + [(k_rows, d_row)]
+        return result
+
+    def history(self, src, ring, z, lane):
+        """What the ring contributes: by pair of blocks, (d^T as left operands, weighted scores as right ones)."""
+        result = []
+        for first in range(0, self.blocks, 2):
+            pair = ring[first:first + 2]
+            d = [[transpose(words(row)[r]) for r in range(self.rows)] for _, row in pair]
+            result.append((d, self.scores(src, first, [words(k) for k, _ in pair], z, lane)))
         return result
 
     def scores(self, src, first, keys, z, lane):
@@ -148,11 +151,12 @@ class Window:
         weights = [self.weight(src, BLOCK * (first + i) + g) for i in range(2)]
         result = []
         for t in range(self.tiles):
-            packed, acc = words(z[t]), mma.zeros()
+            packed, acc = words(z[t]), [mma.zeros(), mma.zeros()]
             for c in range(self.chunks):
                 for i in range(0, self.W // 2, 2):
-                    acc = mma.mma(self.act_dtype, [keys[n % 2][i + n // 2, c] for n in range(4)],
-                                  [packed[i + j, c] for j in range(2)], acc)
+                    acc[c % 2] = mma.mma(self.act_dtype, [keys[n % 2][i + n // 2, c] for n in range(4)],
+                                         [packed[i + j, c] for j in range(2)], acc[c % 2])
+            acc = total(*acc)
             halves = [[transpose(p) for p in split(acc[2 * i] * weights[i], acc[2 * i + 1] * weights[i])]
                       for i in range(2)]
             result.append(list(zip(*halves)))
@@ -178,35 +182,41 @@ class Window:
         for t in range(self.tiles):
             entries, half = gram[t // 2][t], 2 * (t % 2)
             own = pick(g % 2 == 1, entries[half + 1], entries[half])
-            factor = power_of_two(cute.arch.shuffle_sync(own, 4 * g + g // 2))     # lane (g, g / 2) holds its square
+            factor, _ = power_of_two(cute.arch.shuffle_sync(own, 4 * g + g // 2))  # lane (g, g / 2) holds its square
             scaled = self.fragment(Uint32, self.W // 2, self.chunks)
             for c in range(self.chunks):
                 for i in range(self.W // 2):
                     low, high = unpack(words(z[t])[i, c])
                     scaled[i, c] = pack(low * factor, high * factor, "f16x2")
             columns.append(scaled)
-        return columns, *([1.0 / power_of_two(n) for n in norms] for norms in (norms_q, norms_k))
+        return columns, *([power_of_two(n)[1] for n in norms] for norms in (norms_q, norms_k))
 
     def state_products(self, src, i, columns):
         """Checkpoint rows 2 i and 2 i + 1 of the lane times the columns of every tile."""
-        sums = [mma.zeros() for _ in range(self.tiles)]
+        sums = [[mma.zeros() for _ in range(4 if self.wide else 2)] for _ in range(self.tiles)]
         for c in range(self.chunks):
             rows = [self.load_state(src, c, 2 * i + r) for r in range(2)]
-            for n in range(0, self.W, 4):
-                for t in range(self.tiles):
-                    sums[t] = self.state_product(rows, n, c, columns[t], sums[t])
-        return sums
+            for t in range(self.tiles):
+                if self.wide:
+                    self.wide_product(rows, c, columns[t], sums[t])
+                else:
+                    self.half_product(rows, c, columns[t], sums[t])
+        return [total(*s) for s in sums]
 
-    def state_product(self, rows, n, c, columns, acc):
-        """Elements n .. n + 3 of a chunk of two rows."""
-        b = [columns[n // 2 + j, c] for j in range(2)]
-        if not self.wide:
-            a = [words(row) for row in rows]
-            return mma.mma(self.state_dtype, [a[j % 2][n // 2 + j // 2] for j in range(4)], b, acc)
-        pairs = [unpack(x) for x in b]
-        for pair, e in zip(pairs, (n, n + 2)):
-            acc = mma_fp32([rows[j % 2][e + j // 2] for j in range(4)], pair, acc)
-        return acc
+    def half_product(self, rows, c, columns, sums):
+        """Adds chunk c of two rows of 2-byte elements to one of the sums."""
+        a = [words(row) for row in rows]
+        for i in range(0, self.W // 2, 2):
+            sums[c % 2] = mma.mma(self.state_dtype, [a[j % 2][i + j // 2] for j in range(4)],
+                                  [columns[i + j, c] for j in range(2)], sums[c % 2])
+
+    def wide_product(self, rows, c, columns, sums):
+        """The same of fp32 rows, in tf32; what that drops goes into sums of its own."""
+        for i in range(2):
+            columns_of = [bits(x) for x in unpack(columns[i, c])]
+            high, low = split_tf32([rows[j % 2][2 * i + j // 2] for j in range(4)])
+            sums[c % 2] = mma_tf32(high, columns_of, sums[c % 2])
+            sums[2 + c % 2] = mma_tf32(low, columns_of, sums[2 + c % 2])
 
     # ---- the window's triangular system -------------------------------------------------------------
 
@@ -245,10 +255,10 @@ class Window:
         """
         result = []
         for t in range(self.tiles):
-            total, values = Float32(0.0), [Float32(1.0)]
+            running, values = Float32(0.0), [Float32(1.0)]
             for i in reversed(range(self.T)):
-                total = total + pick(i <= TILE * t + q, g[i], Float32(0.0))
-                values.insert(0, exp(total))
+                running = running + pick(i <= TILE * t + q, g[i], Float32(0.0))
+                values.insert(0, exp(running))
             result.append(values)
         return result
 
@@ -296,7 +306,16 @@ class Window:
         return (base + j) & (self.L - 1) if self.spec else j
 
 
+def total(*sums):
+    """The sum of some products' results; apart, they need not wait for one another."""
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = [[x + y for x, y in zip(a, b)] for a, b in zip(sums[:half], sums[half:])]
+    return sums[0]
+
+
 def power_of_two(squares):
-    """A power of two within a factor of 2 of 2^FP16_SHIFT over the norm."""
-    exponent = cute.math.floor(cute.math.log2(squares + Float32(EPSILON), fastmath=True) * Float32(-0.5))
-    return cute.math.exp2(exponent + Float32(FP16_SHIFT), fastmath=True)
+    """(p, 1 / p), p a power of two that brings the root of ``squares`` to between 2^FP16_SHIFT and half of it or so."""
+    exponent = Int32(bits(squares + Float32(EPSILON)) >> 23) - Int32(126)          # of the root, doubled, rounded up
+    power = Int32(127 + FP16_SHIFT) - (exponent >> 1)
+    return from_bits(power << 23), from_bits((Int32(254) - power) << 23)

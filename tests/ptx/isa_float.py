@@ -72,7 +72,15 @@ def minmax(b: Builder, ins: Instruction) -> Run:
 def div(b: Builder, ins: Instruction) -> Run:
     if ins.modifiers == ("rn", "f32"):
         return b.elementwise(("f32", "f32"), "f32", np.divide)
-    raise ins.unknown()
+    if ins.modifiers != ("full", "f32"):
+        raise ins.unknown()
+    b.expect(3)
+    put, over, under = b.write(b.operand(0), "f32"), b.read(b.operand(1), "f32"), b.read(b.operand(2), "f32")
+
+    def run(lanes: Lanes) -> None:  # two units in the last place
+        result = np.divide(lanes.all(over(lanes)), lanes.all(under(lanes)))
+        put(lanes, lanes.machine.blurred(result, 2.0 ** -22 * np.abs(result)))
+    return run
 
 
 @translates(*APPROXIMATE)

@@ -84,6 +84,9 @@ def minmax(b: Builder, ins: Instruction) -> Run:
     match ins.modifiers:
         case (kind,) if kind in INTEGERS:
             return b.elementwise((kind, kind), kind, np.minimum if ins.name == "min" else np.maximum)
+        case ("relu", "s32"):
+            f = np.minimum if ins.name == "min" else np.maximum
+            return b.elementwise(("s32", "s32"), "s32", lambda x, y: np.maximum(f(x, y), 0))
     raise ins.unknown()
 
 
@@ -128,6 +131,13 @@ def brev(b: Builder, ins: Instruction) -> Run:
     if ins.modifiers != ("b32",):
         raise ins.unknown()
     return b.elementwise(("b32",), "b32", numerics.reverse_bits)
+
+
+@translates("popc")
+def popc(b: Builder, ins: Instruction) -> Run:
+    if ins.modifiers != ("b32",):
+        raise ins.unknown()
+    return b.elementwise(("u32",), "u32", lambda x: np.bitwise_count(x).astype(np.uint32))
 
 
 @translates("prmt")

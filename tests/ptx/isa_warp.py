@@ -97,14 +97,18 @@ def elect(b: Builder, ins: Instruction) -> Run:
 
 @translates("mma")
 def mma(b: Builder, ins: Instruction) -> Run:
-    """``mma.m16n8k16`` of 2-byte operands: products and sum in float64, rounded to fp32 once.
+    """``mma.m16n8k16`` of 2-byte operands and ``mma.m16n8k8`` of tf32 ones.
 
-    The hardware keeps fewer bits of the sum; a blurred run errs by as much as ``MMA_ERROR`` of the largest term.
+    Products and sum are in float64, rounded to fp32 once. The hardware keeps fewer bits of the sum; a blurred run errs by
+    as much as ``MMA_ERROR`` of the largest term. Of a tf32 operand it ignores the lowest 13 bits.
     """
     match ins.modifiers:
         case ("sync", "aligned", "m16n8k16", "row", "col", "f32", ("f16" | "bf16") as kind, other, "f32") \
                 if other == kind:
             widen = numerics.from_f16 if kind == "f16" else numerics.from_bf16
+            values, width = (lambda lanes, registers: _halves(lanes, registers, widen)), 2
+        case ("sync", "aligned", "m16n8k8", "row", "col", "f32", "tf32", "tf32", "f32"):
+            values, width = _tf32, 1
         case _:
             raise ins.unknown()
     b.expect(4)
@@ -116,18 +120,24 @@ def mma(b: Builder, ins: Instruction) -> Run:
         raise ins.unknown("wrong number of registers")
 
     def run(lanes: Lanes) -> None:
-        # A register of A: rows g or g + 8, two columns from 2q or 2q + 8.
-        left = _halves(lanes, A, widen).reshape(-1, 2, 2, 8, 4, 2)         # warp, column half, row half, g, q, e
-        left = left.transpose(0, 2, 3, 1, 4, 5).reshape(-1, 16, 16)
-        right = _halves(lanes, B, widen).reshape(-1, 2, 8, 4, 2)           # warp, k half, column g, q, e
-        right = right.transpose(0, 1, 3, 4, 2).reshape(-1, 16, 8)
-        product = np.matmul(left, right).reshape(-1, 2, 8, 4, 2)           # warp, row half, g, q, e
+        # A register of A: rows g or g + 8, and columns from w q or w (q + 4), w being the values of a register.
+        left = values(lanes, A).reshape(-1, 2, 2, 8, 4, width)              # warp, column half, row half, g, q, e
+        left = left.transpose(0, 2, 3, 1, 4, 5).reshape(-1, 16, 8 * width)
+        right = values(lanes, B).reshape(-1, 2, 8, 4, width)                # warp, k half, column g, q, e
+        right = right.transpose(0, 1, 3, 4, 2).reshape(-1, 8 * width, 8)
+        product = np.matmul(left, right).reshape(-1, 2, 8, 4, 2)            # warp, row half, g, q, e
         for i, (put, addend) in enumerate(zip(puts, C, strict=True)):
             part = product[:, i // 2, :, :, i % 2].reshape(-1)
             c = lanes.all(addend(lanes))
             largest = np.maximum(np.abs(part), np.abs(c))
             put(lanes, lanes.machine.blurred((part + c).astype(np.float32), MMA_ERROR * largest))
     return run
+
+
+def _tf32(lanes: Lanes, registers: list[Reader]) -> Array:
+    """fp32 words without their lowest 13 bits, as float64: (warps, registers, 32 lanes)."""
+    words = np.stack([lanes.all(r(lanes)).reshape(-1, 32) for r in registers], 1)
+    return (words & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
 
 
 def _halves(lanes: Lanes, registers: list[Reader], widen: Callable[[Array], Array]) -> Array:

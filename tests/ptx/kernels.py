@@ -114,25 +114,26 @@ def kernel(name: str, target: str) -> Kernel:
 
 def ptx(name: str, target: str) -> tuple[str, int]:
     """(PTX, bytes of dynamic shared memory)."""
-    found = json.loads((_folder(target) / f"{name}.json").read_text())
+    found = json.loads((compiled_folder("tests.ptx.kernels", target) / f"{name}.json").read_text())
     if "error" in found:
         raise RuntimeError(f"{name} does not compile for {target}: {found['error']}")
     return found["ptx"], found["shared_bytes"]
 
 
 @functools.cache
-def _folder(target: str) -> Path:
-    """A folder with every kernel of the target, shared by the test processes of a machine."""
+def compiled_folder(module: str, target: str) -> Path:
+    """A folder with every kernel of a module such as this one, shared by the test processes of a machine."""
     from filelock import FileLock
 
     from replayssm_cute import compile_cache
-    sources = b"".join(p.read_bytes() for p in (Path(__file__), Path(__file__).with_name("launch.py")))
+    own = Path(ROOT, *module.split(".")).with_suffix(".py")
+    sources = b"".join(p.read_bytes() for p in (own, Path(__file__).with_name("launch.py")))
     key = f"{compile_cache.cache_dir().name}-{hashlib.sha256(sources).hexdigest()[:8]}"
     folder = Path(tempfile.gettempdir()) / f"replayssm-ptx-{os.getuid()}" / key / target
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(str(folder) + ".lock"):
         if not (folder / "done").exists():
-            subprocess.run([sys.executable, "-m", "tests.ptx.kernels", target, str(folder)], cwd=ROOT, check=True,
+            subprocess.run([sys.executable, "-m", module, target, str(folder)], cwd=ROOT, check=True,
                            env={**os.environ, "CUTE_DSL_ARCH": target, "PYTHONPATH": str(ROOT)})
             (folder / "done").touch()
     return folder

@@ -1,0 +1,125 @@
+"""The Gated DeltaNet kernels that the executor's tests run, compiled to PTX without a GPU.
+
+Run as ``python -m tests.ptx.gdn_kernels TARGET FOLDER``, as ``tests.ptx.kernels``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from replayssm_cute.gdn_types import GdnGeometry, GdnProblem
+from replayssm_cute.kernels.gdn_config import GdnConfig
+from replayssm_cute.kernels.targets import TARGETS
+from tests.ptx.code import load
+from tests.ptx.gdn_launch import Kernel
+from tests.ptx.kernels import compiled_folder, shared_memory
+
+f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What to compile, and with what cases it is run.
+
+    Attributes:
+        state: dtype of the checkpoint.
+        tokens: T; 0 for standard decode.
+        exact: the exact fold.
+        heads: (Hk, ratio).
+        config: ``GdnConfig`` arguments.
+        problem: further fields of ``GdnProblem``.
+        case: further arguments of ``tests.gdn_cases.make_case``.
+    """
+
+    state: torch.dtype
+    tokens: int = 0
+    exact: bool = False
+    heads: tuple[int, int] = (1, 1)
+    buffer_len: int = 16
+    config: dict[str, Any] = field(default_factory=dict)
+    problem: dict[str, Any] = field(default_factory=dict)
+    case: dict[str, Any] = field(default_factory=dict)
+
+    def posed(self) -> GdnProblem:
+        Hk, ratio = self.heads
+        gate = self.case.get("gate_dtype") or bf16
+        return GdnProblem(
+            GdnGeometry(Hk, Hk * ratio), self.buffer_len, self.state, bf16, bf16, (gate, gate, f32, f32),
+            index_dtype=self.case.get("index_dtype", torch.int32), key_dtype=torch.int64,
+            flag_dtype=torch.int8 if self.tokens else torch.int32 if self.case.get("force", True) else None,
+            tokens=self.tokens, exact_fold=self.exact, l2norm=self.case.get("l2norm", True), **self.problem)
+
+
+def staged(rows: int, tile_v: int, stages: int = 2, **more: Any) -> dict[str, Any]:
+    return {"design": "staged", "rows": rows, "tile_v": tile_v, "stages": stages, "pdl": True, **more}
+
+
+def register(rows: int, tile_v: int) -> dict[str, Any]:
+    return {"design": "register", "rows": rows, "tile_v": tile_v, "pdl": True}
+
+
+WIDE, NARROW = staged(2, 64), staged(4, 128)
+SR = {"philox_rounds": 5}
+SPECS = {
+    "decode-f32": Spec(f32, config=WIDE), "decode-bf16": Spec(bf16, config=NARROW),
+    "decode-f16": Spec(f16, config=NARROW), "decode-f32-reg": Spec(f32, config=register(2, 64)),
+    "decode-bf16-reg": Spec(bf16, config=register(2, 32)), "decode-f16-reg": Spec(f16, config=register(2, 32)),
+    "decode-bf16-sr": Spec(bf16, config=NARROW, problem=SR, case={"l2norm": False}),
+    "decode-f16-sr-reg": Spec(f16, config=register(2, 32), problem=SR, case={"l2norm": False}),
+    "decode-ratio3": Spec(bf16, heads=(2, 3), config=NARROW, case={"index_dtype": torch.int64, "force": False}),
+    "decode-l32": Spec(f32, heads=(1, 4), buffer_len=32, config=staged(4, 64, evict_first=True),
+                       case={"l2norm": False, "gate_dtype": f32}),
+    "decode-l8": Spec(bf16, buffer_len=8, config=staged(4, 128, 1)),
+    "ring-f32": Spec(f32, 4, config=staged(4, 64)), "ring-bf16": Spec(bf16, 4, config=NARROW),
+    "ring-f16": Spec(f16, 4, config=NARROW), "ring-bf16-reg": Spec(bf16, 4, config=register(2, 32)),
+    "ring-t16": Spec(f32, 16, buffer_len=32, heads=(1, 2), config=staged(2, 64)),
+    "exact-f32": Spec(f32, 4, True, config=WIDE), "exact-f32-reg": Spec(f32, 4, True, config=register(2, 64)),
+    "exact-bf16": Spec(bf16, 4, True, config=NARROW), "exact-bf16-reg": Spec(bf16, 4, True, config=register(2, 32)),
+    "exact-f16": Spec(f16, 4, True, config=NARROW, heads=(1, 3), case={"index_dtype": torch.int64}),
+    "exact-t6": Spec(f32, 6, True, config=staged(4, 64), case={"l2norm": False}),
+    "exact-verify-only": Spec(bf16, 2, True, config=NARROW, problem={"launch_mode": "verify"}),
+    "exact-flush-only": Spec(bf16, 2, True, config=NARROW, problem={"launch_mode": "flush"})}
+
+
+@functools.cache
+def kernel(name: str, target: str) -> Kernel:
+    """A kernel ready to be launched; everything for its target is compiled at the first call.
+
+    Raises:
+        RuntimeError: the kernel does not compile.
+    """
+    found = json.loads((compiled_folder("tests.ptx.gdn_kernels", target) / f"{name}.json").read_text())
+    if "error" in found:
+        raise RuntimeError(f"{name} does not compile for {target}: {found['error']}")
+    return Kernel(load(found["ptx"]), GdnConfig(**SPECS[name].config), found["shared_bytes"])
+
+
+def build(name: str, target: str) -> dict[str, object]:
+    from replayssm_cute.kernels.gdn import compile_gdn
+    spec = SPECS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = compile_gdn(spec.posed(), GdnConfig(**spec.config), target, TARGETS[target].sms,
+                               f"--keep-ptx --dump-dir {folder}")
+        text = next(Path(folder).glob("*.ptx")).read_text(encoding="latin1")
+    return {"ptx": text.rstrip("\0"), "shared_bytes": shared_memory(str(compiled.ir_module))}
+
+
+def main(target: str, folder: Path) -> None:
+    for name in SPECS:
+        try:
+            result = build(name, target)
+        except Exception as error:
+            result = {"error": str(error)}
+        (folder / f"{name}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
