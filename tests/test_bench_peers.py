@@ -97,6 +97,8 @@ def test_a_refusal_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> 
     for kernel in ("vllm per-step", "vllm replay"):
         assert found[kernel]["reason"] == "RuntimeError: cvt.rs needs sm_100a" and "us" not in found[kernel]
     assert found["ours"]["us"] == found["flashinfer per-step"]["us"] == 10.0
+    assert {row["reason"] for row in found_rows(gdn.DECODE, F16, philox_rounds=10).values()} == {
+        "ValueError: stochastic rounding is compared for Mamba2 only"}
 
 
 def test_a_function_that_a_version_lacks_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,20 +150,29 @@ def test_a_kernel_that_another_served_is_not_timed_as_its_own(monkeypatch: pytes
     assert "was served by" in found_rows(mamba2.OP, kernels=(ours, taken))["vllm replay"]["reason"]
 
 
-def test_a_lost_device_ends_the_run_behind_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_check", [True, False])
+def test_a_lost_device_ends_the_run_behind_its_row(in_check: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_peers.install(monkeypatch, "vllm", "flashinfer", "sglang")
+    op, alive = OPERATIONS[mamba2.OP], [True]
+
+    def bind(w: Any, *functions: Any) -> Bound:
+        if in_check or w.batch != measure.CHECK_ROWS:
+            alive[0] = False
+            raise RuntimeError("CUDA error: an illegal memory access")
+        return op.kernels[1].bind(w, *functions)
 
     def release(device: str) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access")
+        if not alive[0]:
+            raise RuntimeError("CUDA error: an illegal memory access")
 
     monkeypatch.setattr(measure, "release", release)
-    monkeypatch.setattr(torch.nn.functional, "softplus", None)  # fails in the check of the first kernel already
+    kernels = (op.kernels[0], dataclasses.replace(op.kernels[1], bind=bind), op.kernels[2])
     seen = []
-    with pytest.raises(measure.DeviceLostError):
-        for row in measure.rows(OPERATIONS[mamba2.OP], LAYERS[mamba2.OP], F32, 0, (3,), 1e12, device="cpu",
-                                cold_bytes=0):
+    with pytest.raises(measure.DeviceLostError, match="vllm per-step"):
+        for row in measure.rows(dataclasses.replace(op, kernels=kernels), LAYERS[op.name], F32, 0, (3,), 1e12,
+                                device="cpu", cold_bytes=0):
             seen.append(row)
-    assert len(seen) == 1 and seen[0]["lost"]
+    assert "illegal memory" in seen[-1]["reason"] and len(seen) == (1 if in_check else 2)
 
 
 def test_ours_by_a_backend_that_was_asked_for() -> None:

@@ -193,10 +193,10 @@ def error(w: GdnWorkload, bind: Callable[[], Bound]) -> float:
     state = w.state[0, w.indices.long()].double()
     for i in range(bound.rounds):
         w.draw(gen)
-        inputs, exact = [w.window(t) for t in (w.q, w.k, w.v, w.a, w.b)], []
-        kept = state
+        q, k, v, a, b = (w.window(t) for t in (w.q, w.k, w.v, w.a, w.b))
+        exact, kept = [], state
         for t in range(w.tokens):
-            o, state = recurrent_step(state, *(x[:, t] for x in inputs), w.A_log, w.dt_bias)
+            o, state = recurrent_step(state, q[:, t], k[:, t], v[:, t], a[:, t], b[:, t], w.A_log, w.dt_bias)
             exact.append(o)
             kept = state if t < ACCEPTED else kept
         got, want, state = w.window(bound.step(i, 0)).double(), torch.stack(exact, 1), kept

@@ -41,17 +41,25 @@ def rows(op: Operation, layer: str, dtype: torch.dtype, philox_rounds: int, batc
     """
     point = {"op": op.name, "layer": layer, "state_dtype": str(dtype).removeprefix("torch."),
              "philox_rounds": philox_rounds}
-    attempted = functools.partial(attempt, deadline=deadline, device=device)
     make = functools.partial(op.make, layer, dtype=dtype, philox_rounds=philox_rounds, device=device)
-    w = make(batch=CHECK_ROWS, cold_bytes=0)
-    checked = {kernel: attempted(functools.partial(check, op, kernel, w)) for kernel in op.kernels}
+
+    def workload(batch: int, cold_bytes: float) -> dict[str, Any]:
+        return attempt(lambda: {"workload": make(batch=batch, cold_bytes=cold_bytes)}, deadline, device)
+
+    def on(made: dict[str, Any], work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+        return made if "reason" in made else attempt(lambda: work(made["workload"], op, *args), deadline, device)
+
+    made, checked = workload(CHECK_ROWS, 0), {}
+    for kernel in op.kernels:
+        checked[kernel] = on(made, check, kernel)
+        if "lost" in checked[kernel]:
+            checked = {kernel: checked[kernel]}
+            break
     for batch in batches:
-        made = attempted(lambda batch=batch: {"workload": make(batch=batch, cold_bytes=cold_bytes)})
-        ours: float | None = None
+        made, ours = workload(batch, cold_bytes), None
         for kernel, found in checked.items():
             if "reason" not in found:
-                found = found | (made if "reason" in made else attempted(
-                    functools.partial(measure, op, kernel, made["workload"], bandwidth)))
+                found = found | on(made, measure, kernel, bandwidth)
             if "us" in found:
                 ours = found["us"] if kernel is op.kernels[0] else ours
                 found |= {"times_ours": found["us"] / ours if ours else None}
@@ -86,7 +94,7 @@ def release(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def check(op: Operation, kernel: Kernel, w: Any) -> dict[str, Any]:
+def check(w: Any, op: Operation, kernel: Kernel) -> dict[str, Any]:
     """The kernel's error on a small batch.
 
     Raises:
@@ -99,7 +107,7 @@ def check(op: Operation, kernel: Kernel, w: Any) -> dict[str, Any]:
     return {"error": error}
 
 
-def measure(op: Operation, kernel: Kernel, w: Any, bandwidth: float) -> dict[str, Any]:
+def measure(w: Any, op: Operation, kernel: Kernel, bandwidth: float) -> dict[str, Any]:
     """Time of one step of one layer, and who served."""
     w.restore()
     bound = kernel.bind(w, *kernel.load())
