@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from replayssm_cute.rounding import dequantize, philox4x32, seed_state
+from replayssm_cute.rounding import LARGEST_CODE, dequantize, philox4x32, seed_state
 from tests.cases import ARGUMENTS, Case, View, make_case
 from tests.ptx.kernels import CODED_NAMES, REGISTER, Spec, spec_of
 
@@ -31,15 +31,21 @@ Draw = Callable[[int, int, int], Tensor]      # (count, low, high) -> integers l
 
 
 def case_of(name: str, kind: str) -> Case:
-    """A kernel's case: an append in the middle and at the start of the ring, a flush, a forced one, a padded row."""
-    spec = spec_of(name)
-    (H, P, N, G), L = spec.shape, spec.buffer_len
-    coded = name in CODED_NAMES
+    """A kernel's case."""
+    return make(spec_of(name), kind, 2 * KERNELS.index(name) + KINDS.index(kind))
+
+
+def make(spec: Spec, kind: str, number: int) -> Case:
+    """An append in the middle and at the start of the ring, a flush, a forced one, a padded row.
+
+    Args:
+        number: of the case; its random numbers depend on it.
+    """
+    (H, P, N, G), L, coded = spec.shape, spec.buffer_len, spec.state in LARGEST_CODE
     case = make_case(batch=len(SLOTS), nheads=H, headdim=P, dstate=N, ngroups=G, buffer_len=L, act=spec.act,
                      state=torch.float32 if coded else spec.state, slots=SLOTS, pool_slots=POOL_SLOTS, padded=(4,),
                      cursors=[(L // 3, False), (L - 1, True), (L // 4, True), (0, False), (1, False)], **spec.case)
     fill = {"exact": exact, "general": general}[kind]
-    number = 2 * KERNELS.index(name) + KINDS.index(kind)
     for argument in ARGUMENTS:
         buffer = case.buffers.get(argument)
         if buffer is not None and buffer.is_floating_point():
@@ -113,7 +119,10 @@ def without_codes(case: Case) -> Case:
 
 def dice_of(name: str) -> Tensor | None:
     """The generator's state on a rank that holds the second quarter of the heads; None where it rounds to nearest."""
-    spec = spec_of(name)
+    return dice(spec_of(name))
+
+
+def dice(spec: Spec) -> Tensor | None:
     if not spec.rounds:
         return None
     return seed_state(SEED, "cpu", step=STEP, first_head=spec.shape[0], total_heads=4 * spec.shape[0])
