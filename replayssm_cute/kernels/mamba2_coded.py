@@ -6,7 +6,7 @@ twice: first for the largest one and for the output, then to be rounded and stor
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64, Uint32
+from cutlass import Float32, Int64, Uint32, Uint64
 
 from replayssm_cute.kernels import codes, device, mma
 from replayssm_cute.kernels.mamba2_stage import DECAY, HEAD, SLOT, TILE, WARP_ROWS
@@ -17,7 +17,7 @@ class CodedConsumer:
     """Mixin of the bulk kernel; see ``Consumer.flush`` for how columns are dealt to lanes."""
 
     @cute.jit
-    def flush_codes(self, s, mState, mScale, dice, stage, m, pos, lane, warp):
+    def flush_codes(self, s, mState, mScale, stage, m, pos, lane, warp):
         """Fold the window into the checkpoint; (y, row of the warp, this lane holds it)."""
         g, q = lane // 4, lane % 4
         row = warp * WARP_ROWS + g
@@ -37,12 +37,13 @@ class CodedConsumer:
         gState = cute.recast_tensor(mState[slot, head, None, None], cutlass.Int8)
         for c in cutlass.range(self.N // mma.K_BLOCK, unroll=1):
             new = self.new_values(s, stage, window, c, row, lane)
-            words = self.words_of_pair(dice, slot, head, first + row, c, q)
+            words = self.drawn_words(s, c, lane, warp)
             for half in cutlass.range_constexpr(2):
                 _, reciprocal, mask = scales[half]
                 at = c * (mma.K_BLOCK // mma.CHUNK) + q
                 self.store_codes(cute.local_tile(gState[first + row + 8 * half, None], (8,), (at,)),
-                                 [v * reciprocal for v in new[half]], words[half], mask)
+                                 [v * reciprocal for v in new[half]],
+                                 None if words is None else words[2 * half:2 * half + 2], mask)
         if q == 0:
             for half in cutlass.range_constexpr(2):
                 mScale[slot, head, first + row + 8 * half] = scales[half][0]
@@ -74,21 +75,18 @@ class CodedConsumer:
             largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, stride))
         return codes.row_scale(largest, LARGEST_CODE[self.problem.state_dtype])
 
-    def words_of_pair(self, dice, slot, head, row, c, q):
-        """Two random words each for this lane's eight columns of block c in rows ``row`` and ``row`` + 8.
+    def draw_codes(self, dice, call, c, lane):
+        """Two random words for the lane's eight columns of block c in row g, and two in row g + 8.
 
         A call serves 16 neighbours, those of lanes q and q ^ 1: the even lane makes the call of the first
         row, the odd one that of the second, and they swap halves.
         """
-        if not self.stochastic:
-            return None, None
-        odd = q % 2
-        call = dice.call_of(slot, head, row + 8 * odd) + cutlass.Uint64(2 * c + q // 2)
-        words = dice.words(call)
+        odd, q = lane % 2, lane % 4
+        words = dice.words(call + Uint64(odd * (self.N // 2) + 2 * c + q // 2))  # N / 2 calls: eight rows of N / 16
         own = [Uint32(cutlass.select_(odd == 1, words[2 + i], words[i])) for i in range(2)]
         given = [Uint32(cutlass.select_(odd == 1, words[i], words[2 + i])) for i in range(2)]
         taken = [cute.arch.shuffle_sync_bfly(w, 1) for w in given]
-        return tuple([Uint32(cutlass.select_(odd == half, a, b)) for a, b in zip(own, taken)] for half in range(2))
+        return [Uint32(cutlass.select_(odd == half, a, b)) for half in range(2) for a, b in zip(own, taken)]
 
     def store_codes(self, tile, values, words, mask):
         """Round eight values over their scale and store the codes."""

@@ -313,6 +313,8 @@ class Mamba2RegisterKernel(ReplayTile):
                     out[v] = chunk[v]
             else:
                 first = (c * LANES + r) * (self.vec // 8)
-                for i, eight in enumerate(self.rounded(chunk, dice, call + first)):
+                for i in range(self.vec // 8):
+                    words = dice.words(call + first + i) if self.stochastic else None
+                    eight = self.rounded(chunk[8 * i:8 * i + 8], words)
                     cute.autovec_copy(eight, cute.local_tile(out, (8,), (i,)))
             cute.autovec_copy(out, self.chunk(gState[row, None], c, r))

@@ -96,25 +96,15 @@ class ReplayTile:
             return None
         return rounding.Dice(mSeed, self.H, self.P, self.N * self.state_dtype.width // 128, self.problem.philox_rounds)
 
-    def rounded(self, values, dice, call):
-        """Fragments of eight of the state's type from fp32 values, eight-fold many.
-
-        Args:
-            call: number of the generator's call for the first eight (``Dice.call_of``).
-        """
-        fragments = []
-        for i in range(len(values) // 8):
-            eight = values[8 * i:8 * i + 8]
-            if dice is None:
-                exact = cute.make_rmem_tensor((8,), Float32)
-                for k in range(8):
-                    exact[k] = eight[k]
-                fragments.append(cute.make_rmem_tensor((8,), self.state_dtype))
-                fragments[-1].store(exact.load().to(self.state_dtype))
-            else:
-                fragments.append(rounding.round_eight(eight, dice.words(call + i), self.state_dtype,
-                                                      self.hardware_rounding))
-        return fragments
+    def rounded(self, eight, words):
+        """Eight fp32 values as a fragment of the state's type; ``words`` of the generator, None rounds to nearest."""
+        if words is not None:
+            return rounding.round_eight(eight, words, self.state_dtype, self.hardware_rounding)
+        exact, out = cute.make_rmem_tensor((8,), Float32), cute.make_rmem_tensor((8,), self.state_dtype)
+        for k in range(8):
+            exact[k] = eight[k]
+        out.store(exact.load().to(self.state_dtype))
+        return out
 
     def finish(self, y, x, D, z):
         """y + D x, times silu(z); Nones are left out."""

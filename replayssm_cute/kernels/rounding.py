@@ -20,7 +20,7 @@ class Dice:
     def __init__(self, mSeed, nheads, headdim, row_calls, rounds):
         """``row_calls``: calls of the generator for a row of N elements."""
         self.seed, self.step = uniform(mSeed[SEED]), uniform(mSeed[STEP])
-        self.first, total = Int32(mSeed[FIRST_HEAD]), Int32(mSeed[TOTAL_HEADS])
+        self.first, total = (cute.arch.make_warp_uniform(Int32(mSeed[i])) for i in (FIRST_HEAD, TOTAL_HEADS))
         self.total = Int32(cutlass.select_(total == 0, Int32(nheads), total))
         self.headdim, self.row_calls, self.rounds = headdim, row_calls, rounds
 
