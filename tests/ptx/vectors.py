@@ -181,7 +181,8 @@ def gpu() -> Runner:
     def step(name: str, case: Case, dice: Tensor | None) -> None:
         there, seed = case.to("cuda"), None if dice is None else dice.cuda()
         call = compile_mamba2(spec_of(name).problem(), config_of(name, "sm_90a"), "sm_90a", arch.sms)
-        call(*there.args(), seed, there.get("state_scale"))
+        scale = there.get("state_scale")
+        call(*there.args(), seed, *([] if scale is None else [scale]))
         torch.cuda.synchronize()
         for argument, buffer in there.buffers.items():
             case.buffers[argument].copy_(buffer)
