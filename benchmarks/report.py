@@ -3,8 +3,8 @@
     python -m benchmarks.report benchmarks/results/h200/*.json
 
 Replaces what stands between ``<!-- table -->`` and ``<!-- end -->`` in docs/performance.md, behind
-``<!-- cost -->`` in docs/rounding.md and behind ``<!-- speed -->`` in the README, and writes
-docs/mamba2_decode.png.
+``<!-- eight -->`` and ``<!-- cost -->`` in docs/rounding.md and behind ``<!-- speed -->`` in the README, and
+writes docs/mamba2_decode.png.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from replayssm_tune.cli import parse_geometry
 
 DOCS = Path(__file__).parents[1] / "docs"
 END = "<!-- end -->"
+CODES = ("int8", "float8_e4m3fn")
 COLOURS = {"cute": "tab:green", "triton": "tab:blue", "per-step": "tab:grey"}
 
 
@@ -41,8 +42,8 @@ def heading(provenance: dict[str, Any]) -> str:
 
 
 def nearest(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows without stochastic rounding."""
-    return [row for row in report["rows"] if not row["philox_rounds"]]
+    """The rows without stochastic rounding, those of 8-bit checkpoints left out."""
+    return [row for row in report["rows"] if not row["philox_rounds"] and row["state_dtype"] not in CODES]
 
 
 def table(report: dict[str, Any]) -> str:
@@ -78,15 +79,33 @@ def cost_table(report: dict[str, Any]) -> str:
         return row["geometry"], row["state_dtype"], row["batch"]
 
     base = {point(row): row for row in nearest(report)}
-    rounds = sorted({row["philox_rounds"] for row in report["rows"]} - {0})
-    held = {(*point(row), row["philox_rounds"]): row for row in report["rows"]}
+    wide = [row for row in report["rows"] if row["state_dtype"] not in CODES]
+    rounds = sorted({row["philox_rounds"] for row in wide} - {0})
+    held = {(*point(row), row["philox_rounds"]): row for row in wide}
     heads = [f"{name}, {r} rounds" for name in ("CuTe", "Triton") for r in rounds]
     lines = [heading(report["provenance"]), "", f"| layer | state | batch | {' | '.join(heads)} |",
              "|---" * (3 + len(heads)) + "|"]
-    for key in sorted({point(row) for row in report["rows"] if row["philox_rounds"]}):
+    for key in sorted({point(row) for row in wide if row["philox_rounds"]}):
         added = [100 * (held[(*key, r)]["backends"][name]["us"] / base[key]["backends"][name]["us"] - 1)
                  for name in ("cute", "triton") for r in rounds]
         lines.append(f"| {' | '.join(map(str, key))} | {' | '.join(f'{a:+.1f}%' for a in added)} |")
+    return "\n".join(lines)
+
+
+def eight_table(report: dict[str, Any]) -> str:
+    """CuTe times of 8-bit checkpoints beside fp16's: a Markdown table, one line a batch."""
+    coded = [row for row in report["rows"] if row["state_dtype"] in CODES]
+    fp16 = {row["batch"]: row["backends"]["cute"]["us"] for row in nearest(report)
+            if row["state_dtype"] == "float16" and row["geometry"] == coded[0]["geometry"]}
+    kinds = list(dict.fromkeys((row["state_dtype"], row["philox_rounds"]) for row in coded))
+    held = {(row["state_dtype"], row["philox_rounds"], row["batch"]): row["backends"]["cute"] for row in coded}
+    heads = [f"{dtype}, {f'{rounds} rounds' if rounds else 'nearest'}" for dtype, rounds in kinds]
+    lines = [heading(report["provenance"]), "", f"| batch | float16, nearest | {' | '.join(heads)} |",
+             "|---" * (2 + len(heads)) + "|"]
+    for batch in sorted({row["batch"] for row in coded} & fp16.keys()):
+        cells = [f"{cute['us']:.1f} ({fp16[batch] / cute['us']:.2f}x, {cute['copy_percent']:.0f}%)"
+                 for kind in kinds for cute in [held[(*kind, batch)]]]
+        lines.append(f"| {batch} | {fp16[batch]:.1f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -143,6 +162,7 @@ def fill(page: Path, begin: str, content: str) -> None:
 def main() -> None:
     report = load(sys.argv[1:])
     fill(DOCS / "performance.md", "<!-- table -->", table(report))
+    fill(DOCS / "rounding.md", "<!-- eight -->", eight_table(report))
     fill(DOCS / "rounding.md", "<!-- cost -->", cost_table(report))
     fill(DOCS.parent / "README.md", "<!-- speed -->", short_table(report))
     plot(report, DOCS / "mamba2_decode.png")
