@@ -14,10 +14,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import hashlib
 import io
 import json
+import multiprocessing
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +169,24 @@ def executor(target: str = "sm_90a", **options: object) -> Runner:
     return step
 
 
+def compiled(name: str, sms: int) -> Callable[..., object]:
+    """The step of a kernel, through the cache on disk."""
+    from replayssm_cute.kernels.mamba2 import compile_mamba2
+    from tests.ptx.kernels import config_of, spec_of
+    return compile_mamba2(spec_of(name).problem(), config_of(name, "sm_90a"), "sm_90a", sms)
+
+
+def _compile(name: str, sms: int) -> None:
+    compiled(name, sms)
+
+
+def compile_all(sms: int) -> None:
+    """Fill the cache on disk in several processes at once: time on a GPU is dear."""
+    workers = min(9, os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(functools.partial(_compile, sms=sms), KERNELS))
+
+
 def gpu() -> Runner:
     """The CuTe kernels on the GPU here.
 
@@ -172,17 +194,13 @@ def gpu() -> Runner:
         RuntimeError: its capability is not 9.0.
     """
     from replayssm_cute import arch as archs
-    from replayssm_cute.kernels.mamba2 import compile_mamba2
-    from tests.ptx.kernels import config_of, spec_of
     arch = archs.of("cuda")
     if arch.capability != (9, 0):
         raise RuntimeError(f"vectors are made on capability 9.0, not on {arch}")
 
     def step(name: str, case: Case, dice: Tensor | None) -> None:
         there, seed = case.to("cuda"), None if dice is None else dice.cuda()
-        call = compile_mamba2(spec_of(name).problem(), config_of(name, "sm_90a"), "sm_90a", arch.sms)
-        scale = there.get("state_scale")
-        call(*there.args(), seed, *([] if scale is None else [scale]))
+        compiled(name, arch.sms)(*there.args(), seed, there.get("state_scale"))
         torch.cuda.synchronize()
         for argument, buffer in there.buffers.items():
             case.buffers[argument].copy_(buffer)
@@ -207,7 +225,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=FILE)
     path = parser.parse_args().out
-    vectors = record(gpu(), provenance())
+    runner = gpu()
+    compile_all(torch.cuda.get_device_properties(0).multi_processor_count)
+    vectors = record(runner, provenance())
     save(vectors, path)
     print(f"{len(vectors[0])} results, {path.stat().st_size / 1024:.0f} KB: {path}", vectors[2])
 
