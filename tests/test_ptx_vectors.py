@@ -18,10 +18,11 @@ from torch import Tensor
 pytest.importorskip("cutlass")
 
 from replayssm_cute.reference.mamba2 import replay_step
+from replayssm_cute.validate import mamba2_problem
 from tests.cases import ARGUMENTS, Case, oracle
 from tests.ptx import vectors
 from tests.ptx.kernels import spec_of
-from tests.ptx.vectors_cases import KERNELS, KINDS, case_of, without_codes
+from tests.ptx.vectors_cases import KERNELS, KINDS, case_of, dice_of, without_codes
 
 #: Blurred runs of the executor lie up to 9.3 fp32 roundings from a sharp one, 5 seeds of every case.
 ROUNDINGS = 12.0
@@ -125,6 +126,24 @@ def test_other_inputs_do_not_pass(stand_in: vectors.Vectors) -> None:
     arrays, digests, provenance = stand_in
     other = {**digests, "bulk-bf16/exact": "0"}
     assert faults((arrays, other, provenance), "bulk-bf16", "exact") == ["other inputs"]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_gpu_would_take_the_cases(name: str) -> None:
+    """They pose the problem that the kernel is compiled for, down to alignment."""
+    spec = spec_of(name)
+    for case in (case_of(name, kind) for kind in KINDS):
+        posed = mamba2_problem(*case.args(), dice_of(name), case.get("state_scale"), dt_softplus=True,
+                               max_cache_len=spec.buffer_len, philox_rounds=spec.rounds)
+        assert posed == spec.problem()
+
+
+def test_a_call_reaches_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many arguments as the kernel takes; here it refuses tensors of the CPU."""
+    monkeypatch.setenv("REPLAYSSM_CACHE_DIR", str(tmp_path))
+    for name in ("bulk-bf16", "bulk-i8-sr"):
+        with pytest.raises(ValueError, match=r"(?s)Mismatched Tensor on argument #0 .*device_type=cuda"):
+            vectors.call(name, 132, case_of(name, "exact"), dice_of(name))
 
 
 def test_a_step_that_writes_elsewhere_is_not_stored() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -59,7 +60,8 @@ class Spec:
             self.case.get("dt") or self.act, torch.int8, index, philox_rounds=self.rounds,
             D_dtype=None if D is None else self.case.get("D_dtype") or self.act, D_tied=D != "full",
             dt_bias_dtype=self.act if self.case.get("dt_bias", True) else None,
-            has_z=self.case.get("z", False), index_ndim=2 if self.case.get("index_columns") else 1)
+            has_z=self.case.get("z", False), index_ndim=2 if self.case.get("index_columns") else 1,
+            dt_align=math.gcd(16, 4 * self.buffer_len))
 
 
 NANO, SUPER, WIDE = (4, 64, 128, 2), (2, 80, 128, 1), (2, 64, 256, 1)

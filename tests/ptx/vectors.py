@@ -187,6 +187,12 @@ def compile_all(sms: int) -> None:
         list(pool.map(functools.partial(_compile, sms=sms), KERNELS))
 
 
+def call(name: str, sms: int, case: Case, dice: Tensor | None) -> None:
+    """A step on the device that holds the case; kernels of an 8-bit checkpoint take its scales last."""
+    scales = (case["state_scale"],) if "state_scale" in case.buffers else ()
+    compiled(name, sms)(*case.args(), dice, *scales)
+
+
 def gpu() -> Runner:
     """The CuTe kernels on the GPU here.
 
@@ -200,7 +206,7 @@ def gpu() -> Runner:
 
     def step(name: str, case: Case, dice: Tensor | None) -> None:
         there, seed = case.to("cuda"), None if dice is None else dice.cuda()
-        compiled(name, arch.sms)(*there.args(), seed, there.get("state_scale"))
+        call(name, arch.sms, there, seed)
         torch.cuda.synchronize()
         for argument, buffer in there.buffers.items():
             case.buffers[argument].copy_(buffer)

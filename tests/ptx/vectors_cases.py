@@ -52,7 +52,7 @@ def make(spec: Spec, kind: str, number: int) -> Case:
             draw = drawer(1000 * number + ARGUMENTS.index(argument))
             values = fill(argument, buffer.numel(), draw)
             buffer.copy_(torch.where(buffer.isnan(), buffer.float(), values))
-    return with_codes(case, spec, drawer(1000 * number + 999)) if coded else case
+    return with_codes(case, spec.state, drawer(1000 * number + 999)) if coded else case
 
 
 def drawer(key: int) -> Draw:
@@ -95,14 +95,14 @@ def general(argument: str, count: int, draw: Draw) -> Tensor:
     return 2 * unit
 
 
-def with_codes(case: Case, spec: Spec, draw: Draw) -> Case:
+def with_codes(case: Case, dtype: torch.dtype, draw: Draw) -> Case:
     """The case with an 8-bit checkpoint: random codes, scales that are powers of two; NaN in unnamed slots' scales."""
     view = case.views["state"]
     codes = draw(math.prod(view.size), -126, 126).to(torch.int8).view(view.size)
-    if spec.state is torch.float8_e4m3fn:
-        codes = torch.where(codes == -1, 0, codes).view(spec.state)      # -1 is a NaN
+    if dtype is torch.float8_e4m3fn:
+        codes = torch.where(codes == -1, 0, codes).view(dtype)      # -1 is a NaN
     scale = 2.0 ** draw(math.prod(view.size[:3]), -7, -4).float().view(view.size[:3])
-    scale[[s for s in range(POOL_SLOTS) if s not in {case.slots[b] for b in case.live}]] = math.nan
+    scale[[s for s in range(view.size[0]) if s not in {case.slots[b] for b in case.live}]] = math.nan
     plain = {"state": codes, "state_scale": scale}
     return replace(case, views={**case.views, **{k: View(tuple(t.shape), tuple(t.stride())) for k, t in plain.items()}},
                    buffers={**case.buffers, **{k: t.flatten() for k, t in plain.items()}})
