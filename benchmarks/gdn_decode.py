@@ -3,11 +3,11 @@
     python -m benchmarks.gdn_decode --out results.json [--batch 1,64] [--dtype float32,bfloat16]
                                     [--kind decode,ring,exact] [--tp 1,4] [--backend cute,triton]
 
-Heads are those of Qwen3-Next (Hk = 16, HV = 32, K = V = 128) on one rank of ``--tp``. ``decode`` is standard decode with
-L = 16, where one row in 16 flushes a step; ``ring`` and ``exact`` verify windows of T = 4 tokens of which 3 are accepted,
-with either fold, where one row in three flushes a step, with 9 records. Cursors are precomputed: the commit is not timed.
-Every time stands beside the bytes that the algorithm must move, the bandwidth of a large copy and the time of an
-elementwise kernel of the same size, all measured in the same run.
+Heads are those of Qwen3-Next (Hk = 16, HV = 32, K = V = 128) on one rank of ``--tp``. ``decode`` is standard decode
+with L = 16, where one row in 16 flushes a step; ``ring`` and ``exact`` verify windows of T = 4 tokens of which 3 are
+accepted, with either fold, where one row in three flushes a step, with 9 records. Cursors are precomputed: the commit
+is not timed. Every time stands beside the bytes that the algorithm must move, the bandwidth of a large copy and the
+time of an elementwise kernel of the same size, all measured in the same run.
 """
 
 from __future__ import annotations

@@ -132,10 +132,19 @@ def heuristic(problem: GdnProblem, batch: int, target: Target) -> GdnConfig | No
 
 def ranked(problem: GdnProblem, batch: int, target: Target) -> list[GdnConfig]:
     """Sensible choices, valid or not, the one that should be fastest first."""
-    items, wide = batch * problem.geometry.num_v_heads, problem.state_dtype == torch.float32
-    register = [GdnConfig("register", 2, 64 if wide else 32, min_ctas=ctas, pdl=True) for ctas in (3, 2, 1)]
-    rows, tile_v = (2 if not problem.tokens else 4, 64) if wide else (4, 128)
-    policy = items <= (512 if problem.tokens else 2048)
-    staged = [GdnConfig("staged", rows, tile_v, min_ctas=ctas, stages=stages, evict_first=policy, pdl=True)
-              for ctas, stages in ((2, 2), (1, 2), (1, 1))]
+    p, items = problem, batch * problem.geometry.num_v_heads
+    wide, small = p.state_dtype == torch.float32, items <= (512 if p.tokens else 2048)
+    splits = [(2, 64, 2), (2, 64, 1)] if wide and p.exact_fold else [(2, 32, 4), (2, 32, 2), (2, 32, 1)]
+    register = [GdnConfig("register", rows, tile_v, ctas, pdl=True) for rows, tile_v, ctas in splits]
+    if p.tokens > 8:
+        plans = [(2, 64, 1, 3)]        # registers for four tiles of tokens
+    elif wide:
+        plans = [(4 if p.tokens and not p.exact_fold else 2, 64, 2, 2)]
+    elif p.exact_fold:
+        plans = [(4, 128, 2, 2)]
+    else:  # three CTAs would spill with random words, or with two tiles of tokens
+        plans = [(2, 64, 2, 3)] if p.philox_rounds or p.tokens > 4 else [(2, 64, 3, 2)]
+    plans += [(2, 64, 2, 2), (2, 64, 1, 2), (2, 64, 1, 1)]
+    staged = [GdnConfig("staged", rows, tile_v, ctas, stages, evict_first=small and not p.exact_fold, pdl=True)
+              for rows, tile_v, ctas, stages in plans]
     return register + staged if items <= REGISTER_ITEMS else staged + register

@@ -115,7 +115,7 @@ class Fold:
         return result
 
     def ring_product(self, left, keys, i):
-        """sum_j w_j d_j k_j^T of the lane's rows 2 i and 2 i + 1 in a chunk: by pair of columns, a product's results."""
+        """sum_j w_j d_j k_j^T of the lane's rows 2 i and 2 i + 1 in a chunk, by pair of columns."""
         delta = [mma.zeros() for _ in range(self.W // 2)]
         for parts, columns in zip(left, keys):
             for e in range(self.W // 2):
@@ -131,9 +131,10 @@ class Fold:
         return 8 * self.W
 
     def normalise(self, raw, target, lane):
-        """A raw k row in shared memory -> fp32, divided by its norm, one warp; the order of ``gdn_device.normalised``."""
+        """A raw k row -> fp32 over its norm in shared memory, one warp; the order of ``gdn_device.normalised``."""
         columns, tiles = self.exact_tile // 32, self.K // self.exact_tile
-        values = [[raw[self.exact_tile * i + 32 * n + lane].to(Float32) for i in range(tiles)] for n in range(columns)]
+        values = [[raw[self.exact_tile * i + 32 * n + lane].to(Float32) for i in range(tiles)]
+                  for n in range(columns)]
         if self.problem.l2norm:
             sums = []
             for chain in values:

@@ -25,7 +25,7 @@ def mma_tf32(a, b, acc):
 
 
 def split_tf32(values):
-    """fp32 values as (words, words of the rest) of which tf32 operands keep all, or all but the last bits of the rest."""
+    """fp32 values as (words, words of the rest): tf32 operands keep the former, and most of the latter."""
     high = [bits(x) & Uint32(TF32_MASK) for x in values]
     return high, [bits(x - from_bits(h)) for x, h in zip(values, high)]
 

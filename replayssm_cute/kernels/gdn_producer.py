@@ -62,7 +62,7 @@ class Producer:
     def store_gates(self, s, raw, facts, stage, lane):
         """Gates of the window, weights of the records, and what an exact fold takes of them, into the stage."""
         a, b, A_log, dt_bias, old_g, old_beta = raw
-        slot, _, pos, _, flush, _, count = facts
+        _, _, pos, _, _, _, count = facts
         gates_of, weights, decays = s.gates, s.weight, s.decay
         g, beta = gates(a.to(Float32), b.to(Float32), A_log.to(Float32), dt_bias.to(Float32))
         if lane < self.T:

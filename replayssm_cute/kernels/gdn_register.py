@@ -76,7 +76,8 @@ class GdnRegisterKernel(Window, Fold, GdnTile):
             return smem.allocate_tensor(dtype, cute.make_ordered_layout(shape, tuple(range(len(shape)))),
                                         byte_alignment=16)
 
-        return SimpleNamespace(k=tensor(Float32, self.K, self.records), v=tensor(self.act_dtype, self.tile_v, self.records),
+        return SimpleNamespace(k=tensor(Float32, self.K, self.records),
+                               v=tensor(self.act_dtype, self.tile_v, self.records),
                                decay=tensor(Float32, RECORDS), beta=tensor(Float32, RECORDS))
 
     @cute.jit
@@ -84,15 +85,16 @@ class GdnRegisterKernel(Window, Fold, GdnTile):
         """The item of a live row."""
         lane, h, hk = item.lane, item.h, item.h // self.ratio
         state = self.fragment(self.state_dtype, self.W, self.chunks, self.rows)
-        self.load_rows(mState[item.slot, h, None, None], item.tile * self.tile_v + self.first_row(item.warp, lane), state,
-                       lane % 4)
+        first = item.tile * self.tile_v + self.first_row(item.warp, lane)
+        self.load_rows(mState[item.slot, h, None, None], first, state, lane % 4)
         old_g, held = Float32(0.0), item.records
         if const_expr(self.exact):  # else the fold will find the ring's rows in L1
             held = Int32(cutlass.select_(flush != 0, Int32(0), item.records))
         if lane < item.records:
             old_g = mGc[item.key, h, self.ring_row(item.base, lane)]
-        src = SimpleNamespace(state=state, k=mKc[item.key, hk, None, None], d=mDc[item.key, h, None, None], base=item.base,
-                              now=mK[item.start, hk, None], q=lane % 4, d_at=TILE * item.head_warp + lane % 4)
+        src = SimpleNamespace(state=state, k=mKc[item.key, hk, None, None], d=mDc[item.key, h, None, None],
+                              base=item.base, now=mK[item.start, hk, None], q=lane % 4,
+                              d_at=TILE * item.head_warp + lane % 4)
         ring = self.load_ring(src, held, lane)
         g, gate, beta = self.window_gates(raw, *(x.to(Float32) for x in constants), item)
         later, total = device.suffix_sums([old_g], lane, self.L)
@@ -106,13 +108,14 @@ class GdnRegisterKernel(Window, Fold, GdnTile):
                     self.fold_ring(src, item, mState, decay, None, None, None, None, True)
             decay = device.select(flush != 0, Float32(1.0), decay)
             src.weights = device.select(flush != 0, Float32(0.0), src.weights)
-        d, inverse_k = self.verify_window(None, src, item, mOut, mDc, mKc, mGc, mRv, mRk, mBeta, z, v, g, gate, beta, ring,
-                                          decay, None)
+        d, inverse_k = self.verify_window(None, src, item, mOut, mDc, mKc, mGc, mRv, mRk, mBeta, z, v, g, gate, beta,
+                                          ring, decay, None)
         if const_expr(not self.spec):
             if flush != 0:
                 d_now = [cute.arch.shuffle_sync(x, lane - lane % 4) for x in d[0]]
                 norm = cute.arch.shuffle_sync(inverse_k[0], 0)
-                self.fold_ring(src, item, mState, decay, exp(g[0]), d_now, lambda c: self.k_chunk(src, c, norm), dice, False)
+                self.fold_ring(src, item, mState, decay, exp(g[0]), d_now, lambda c: self.k_chunk(src, c, norm), dice,
+                               False)
 
     @cute.jit
     def fold(self, s, src, item, mState, gRv, gRk, gBeta, old_g):
@@ -152,7 +155,8 @@ class GdnRegisterKernel(Window, Fold, GdnTile):
                     self.load_z(mK[item.start + column, hk, None], z[t], q)
             token = TILE * t + q
             if token < item.count:
-                cute.autovec_copy(self.neighbours(mV[item.start + token, item.h, None], item.head_warp, item.lane), v[t])
+                row = mV[item.start + token, item.h, None]
+                cute.autovec_copy(self.neighbours(row, item.head_warp, item.lane), v[t])
 
     def load_z(self, row, z, q):
         for c in range(self.chunks):
@@ -184,7 +188,8 @@ class GdnRegisterKernel(Window, Fold, GdnTile):
         cute.autovec_copy(self.chunk(src.k[self.ring_row(src.base, j), None], c, src.q), fragment)
 
     def load_d(self, src, j, fragment):
-        cute.autovec_copy(cute.local_tile(src.d[self.ring_row(src.base, j), None], (2 * self.rows,), (src.d_at,)), fragment)
+        row = src.d[self.ring_row(src.base, j), None]
+        cute.autovec_copy(cute.local_tile(row, (2 * self.rows,), (src.d_at,)), fragment)
 
     def weight(self, src, j):
         return cute.arch.shuffle_sync(src.weights, j)

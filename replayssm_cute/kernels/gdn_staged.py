@@ -6,8 +6,8 @@ flushing rows over CTAs and over time; each passes through a ring of stages in s
 * The producer (one warp, ``gdn_producer``) keeps everything that items read on its way: a tile's checkpoint is ONE bulk
   copy, the valid rows of a ring at most two, so that stale ring rows are never touched.
 * For exact folds one warp normalises the raw k of a flushing row while the item waits for its turn.
-* The others compute (``gdn_window``, ``gdn_fold``): each owns 8 * rows rows and needs no barrier. They give a stage back
-  as soon as its contents are in registers, before the window's tokens are solved one behind the other.
+* The others compute (``gdn_window``, ``gdn_fold``): each owns 8 * rows rows and needs no barrier. They give a stage
+  back as soon as its contents are in registers, before the window's tokens are solved one behind the other.
 """
 
 from types import SimpleNamespace
@@ -91,15 +91,15 @@ class GdnStagedKernel(Order, Producer, Window, Fold, GdnTile):
         if const_expr(self.stochastic):  # all threads have read the step
             if tid == 0:
                 rounding.advance(mSeed, step)
+        # As branches of one another: what only one role needs must not live through the others' code.
         if warp < self.warps:
             self.consume(s, mState, mOut, mDc, mKc, mGc, mRv, mRk, mBeta, dice, count, tid % 32, warp)
-        if warp == self.warps:
+        elif warp == self.warps:
             order = self.order_items(s, batch, first, step, count, tid % 32)
-            self.produce(s, mState, mQ, mK, mV, mA, mB, mAlog, mBias, mDc, mKc, mGc, mRv, mRk, mBeta, rows, order, facts,
-                         count, tid % 32)
-        if const_expr(self.exact):
-            if warp == self.warps + 1:
-                self.prepare_folds(s, count, tid % 32)
+            self.produce(s, mState, mQ, mK, mV, mA, mB, mAlog, mBias, mDc, mKc, mGc, mRv, mRk, mBeta, rows, order,
+                         facts, count, tid % 32)
+        elif const_expr(self.exact):
+            self.prepare_folds(s, count, tid % 32)
 
     def allocate(self):
         """Shared memory: the stages, and their barriers."""
@@ -168,8 +168,8 @@ class GdnStagedKernel(Order, Producer, Window, Fold, GdnTile):
         z, v = self.zero_window()
         self.load_window(s, item, stage, z, v)
         g, gate, beta = self.load_gates_of(s, stage, lane)
-        d, inverse_k = self.verify_window(s.empty + stage, src, item, mOut, mDc, mKc, mGc, mRv, mRk, mBeta, z, v, g, gate,
-                                          beta, ring, decay, item.append)
+        d, inverse_k = self.verify_window(s.empty + stage, src, item, mOut, mDc, mKc, mGc, mRv, mRk, mBeta, z, v, g,
+                                          gate, beta, ring, decay, item.append)
         if const_expr(not self.spec):
             if flush:
                 first = lane - lane % 4

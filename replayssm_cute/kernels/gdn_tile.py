@@ -167,9 +167,11 @@ def fake_arguments(problem: GdnProblem) -> list[object]:
     return [
         rows(state, HV, V, K, first=slots, align=16), rows(act, Hk, K, first=tokens, align=16),
         rows(act, Hk, K, first=tokens, align=16), rows(act, HV, V, first=tokens, align=16),
-        rows(CUTE_DTYPES[a], HV, first=tokens, align=a.itemsize), rows(CUTE_DTYPES[b], HV, first=tokens, align=b.itemsize),
+        rows(CUTE_DTYPES[a], HV, first=tokens, align=a.itemsize),
+        rows(CUTE_DTYPES[b], HV, first=tokens, align=b.itemsize),
         vector(A_log), vector(dt_bias), ring_rows(ring, HV, L, V), ring_rows(ring, Hk, L, K), ring_rows(Float32, HV, L),
-        ring_rows(act, HV, L, V, there=exact), ring_rows(act, Hk, L, K, there=exact), ring_rows(Float32, HV, L, there=exact),
+        ring_rows(act, HV, L, V, there=exact), ring_rows(act, Hk, L, K, there=exact),
+        ring_rows(Float32, HV, L, there=exact),
         rows(act, HV, V, first=tokens, align=16), vector(i32) if spec else None, vector(problem.index_dtype),
         vector(problem.key_dtype) if spec else None, vector(i32), vector(i32) if spec else None,
         vector(problem.flag_dtype), Int32(0), vector(torch.int64, SEED_WORDS) if problem.philox_rounds else None]

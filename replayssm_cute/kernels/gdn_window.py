@@ -4,7 +4,7 @@ The state before the window is never built. Its products with z = q and k of eve
 
     S_prev z = e^{G_m} (S0 z) + sum_j w_j d_j (k_j . z)
 
-with the ring's records j, w_j = exp of the sum of g behind record j. Inside the window, token s sees the tokens before it
+with the ring's records j, w_j = exp of the sum of g behind record j. Inside the window, token s sees those before it
 through (I + A) D = R, solved by forward substitution in fp32:
 
     R_s = beta_s (v_s - e^{G_s} S_prev k_s)    A_si = beta_s e^{G_s - G_i} (k_i . k_s)
@@ -38,7 +38,8 @@ class Window:
     # ---- the whole ----------------------------------------------------------------------------------
 
     @cute.jit
-    def verify_window(self, m, src, item, mOut, mDc, mKc, mGc, mRv, mRk, mBeta, z, v, g, gate, beta, ring, decay, release):
+    def verify_window(self, m, src, item, mOut, mDc, mKc, mGc, mRv, mRk, mBeta, z, v, g, gate, beta, ring, decay,
+                      release):
         """Outputs, d and append of an item.
 
         Args:
@@ -104,7 +105,7 @@ class Window:
         return result
 
     def gram_entry(self, gram, i, is_k, t, which, lane_token):
-        """z_row . z_column: row = k (or q) of token i, column = q (which 0) or k (1) of token ``lane_token`` of tile t."""
+        """z_row . z_column: row = k (or q) of token i, column = q (which 0) or k (1) of ``lane_token``."""
         row = gram[i // (2 * TILE)][t]
         return cute.arch.shuffle_sync(row[2 * (i // TILE % 2) + which], 4 * (2 * (i % TILE) + is_k) + lane_token)
 
@@ -120,7 +121,7 @@ class Window:
 
     @cute.jit
     def load_ring(self, src, held, lane):
-        """The lane's part of the ring's records: by block, (k, d). Those from record ``held`` on are zeros, not read."""
+        """The lane's part of the ring's records: by block, (k, d); from record ``held`` on zeros, nothing is read."""
         result = []
         for block in cutlass.range_constexpr(self.blocks):
             j = BLOCK * block + lane // 4

@@ -1,11 +1,13 @@
-"""Gated DeltaNet on the GPU: the public operations and the Triton kernels against the float64 oracle.
+"""Gated DeltaNet on the GPU: the public operations, by the CuTe and the Triton kernels, against the float64 oracle.
 
-The cases are those of ``tests.gdn_cases``, made on the CPU, run on the GPU and checked on the CPU; the chains those of
-``tests.gdn_chain``.
+Every test runs once for each backend; what the CuTe kernels do not take is skipped with
+their reason. The cases are those of ``tests.gdn_cases``, made on the CPU, run on the GPU and checked on the CPU; the
+chains those of ``tests.gdn_chain``.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from replayssm_cute import dispatch
+from replayssm_cute.errors import UnsupportedError
 from replayssm_cute.gdn import gdn_replayssm_decode, gdn_replayssm_spec_decode
 from replayssm_cute.gdn_cursors import GdnCursors, commit_gdn_replayssm_spec, reset_gdn_replayssm_spec
 from replayssm_cute.gdn_fold import fold_gdn_replayssm, retire_gdn_replayssm, snapshot_gdn_replayssm
@@ -25,15 +28,31 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 EXTREME = (-100.0, 19.9, 20.0, 20.1, 88.0, 89.0, 1e4, -8.0)
 
 
+BACKEND = "triton"      # of the test that runs: see ``serving``
+
+
+@pytest.fixture(params=("cute", "triton"), autouse=True)
+def serving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "BACKEND", request.param)
+
+
+def call(operation: Any, **options: Any) -> None:
+    """The operation by the backend under test; skips where that cannot serve."""
+    try:
+        operation(**options, backend=BACKEND)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+
+
 def run(case: Case) -> None:
-    """The step on a case whose buffers are on the GPU; it must be Triton that serves."""
+    """The step on a case whose buffers are on the GPU; it must be the backend under test that serves."""
     op = "gdn_verify" if case.spec else "gdn_decode"
-    before = dispatch.served[op, "triton"]
+    before = dispatch.served[op, BACKEND]
     if case.spec:
-        gdn_replayssm_spec_decode(**verify_options(case))
+        call(gdn_replayssm_spec_decode, **verify_options(case))
     else:
-        gdn_replayssm_decode(**decode_options(case))
-    assert dispatch.served[op, "triton"] == before + 1
+        call(gdn_replayssm_decode, **decode_options(case))
+    assert dispatch.served[op, BACKEND] == before + 1
 
 
 def check_kernel(**options: Any) -> float:
@@ -94,7 +113,7 @@ def test_launch_modes_split_the_rows() -> None:
     parts = whole.clone()
     run(whole)
     for mode in ("verify", "flush"):
-        gdn_replayssm_spec_decode(**verify_options(parts), launch_mode=mode)
+        call(gdn_replayssm_spec_decode, **verify_options(parts), launch_mode=mode)
     for name, buffer in whole.buffers.items():
         same = bits(buffer) == bits(parts.buffers[name])
         assert bool(same.all()), f"{name}: {int((~same).sum())} elements differ"
@@ -112,8 +131,9 @@ def recurrence(state: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Ten
 
 
 def verify(chain: Chain, inputs: dict[str, Tensor]) -> None:
-    gdn_replayssm_spec_decode(
-        **inputs, A_log=chain.A_log, dt_bias=chain.dt_bias, checkpoint_state=chain.state, **chain.rings,  # type: ignore[arg-type]
+    call(
+        gdn_replayssm_spec_decode, **inputs, A_log=chain.A_log, dt_bias=chain.dt_bias,
+        checkpoint_state=chain.state, **chain.rings,
         **chain.cursors, **chain.indices, max_cache_len=chain.shape.buffer_len, max_spec_len=chain.shape.tokens)
 
 
@@ -133,12 +153,16 @@ def layered(chain: Chain) -> tuple[Tensor, dict[str, Tensor], GdnCursors]:
     return chain.state[None], {n: r[None] for n, r in chain.rings.items() if r is not None}, GdnCursors(**chain.cursors)
 
 
-@pytest.mark.parametrize(("tokens", "L", "act"), [(4, 16, BF16), (3, 8, F16), (8, 32, BF16), (4, 16, F32)])
-def test_exact_fold_has_the_bits_of_the_per_step_kernel(tokens: int, L: int, act: torch.dtype) -> None:
-    """300 chained commits with random acceptance: every folded checkpoint equals the accepted tokens one at a time."""
-    chain = started(Shape(tokens, L, 1, 3, 128, 128, requests=5), act=act, ring=act)
-    for _ in range(300):
-        chain.step(verify, commit, acceptance(chain.gen, 5, tokens))
+@pytest.mark.parametrize(("tokens", "L", "act", "requests"), [
+    (4, 16, BF16, 5), (3, 8, F16, 5), (8, 32, BF16, 5), (4, 16, F32, 5), (4, 16, BF16, 51)])
+def test_exact_fold_has_the_bits_of_the_per_step_kernel(tokens: int, L: int, act: torch.dtype, requests: int) -> None:
+    """300 chained commits with random acceptance: every folded checkpoint equals the accepted tokens one at a time.
+
+    The per-step kernel is Triton's: the CuTe fold repeats its bits. 51 requests take the staged design.
+    """
+    chain = started(Shape(tokens, L, 1, 3, 128, 128, requests=requests), act=act, ring=act)
+    for _ in range(300 if requests < 50 else 60):
+        chain.step(verify, commit, acceptance(chain.gen, requests, tokens))
     assert chain.bases == set(range(L)) and chain.flushes > 250
     assert chain.output_error < (1e-2 if act != F32 else 1e-4)
 
@@ -185,7 +209,7 @@ def test_a_verify_step_in_a_graph() -> None:
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.stream(side), torch.cuda.graph(graph, stream=side):
-        gdn_replayssm_spec_decode(**verify_options(static))
+        call(gdn_replayssm_spec_decode, **verify_options(static))
     for seed in (0, 1, 2):
         before = make_case(spec=True, batch=4, K=128, V=128, buffer_len=16, tokens=4, seed=seed, padded=(seed,))
         for name, buffer in static.buffers.items():
@@ -217,7 +241,7 @@ def test_pools_past_2_31_elements(spec: bool) -> None:
             moved = torch.zeros(5, *case[ring].shape[1:], dtype=case[ring].dtype, device="cuda")
             moved[4] = case[ring][slot]
             options[ring] = moved
-    (gdn_replayssm_spec_decode if spec else gdn_replayssm_decode)(**options)
+    call(gdn_replayssm_spec_decode if spec else gdn_replayssm_decode, **options)
     assert torch.equal(bits(wide[4]), bits(near["state"][slot]))
     assert torch.equal(bits(case["out"]), bits(near["out"]))
     assert bool((wide[3] == 0).all())

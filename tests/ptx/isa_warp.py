@@ -99,8 +99,8 @@ def elect(b: Builder, ins: Instruction) -> Run:
 def mma(b: Builder, ins: Instruction) -> Run:
     """``mma.m16n8k16`` of 2-byte operands and ``mma.m16n8k8`` of tf32 ones.
 
-    Products and sum are in float64, rounded to fp32 once. The hardware keeps fewer bits of the sum; a blurred run errs by
-    as much as ``MMA_ERROR`` of the largest term. Of a tf32 operand it ignores the lowest 13 bits.
+    Products and sum are in float64, rounded to fp32 once. The hardware keeps fewer bits of the sum; a blurred run errs
+    by as much as ``MMA_ERROR`` of the largest term. Of a tf32 operand it ignores the lowest 13 bits.
     """
     match ins.modifiers:
         case ("sync", "aligned", "m16n8k16", "row", "col", "f32", ("f16" | "bf16") as kind, other, "f32") \
