@@ -1,4 +1,4 @@
-"""The Gated DeltaNet CuTe kernels compile for every target: no spills, the residency asked for, tensor-core products."""
+"""The Gated DeltaNet CuTe kernels compile for every target: no spills, resident as asked, on the tensor cores."""
 
 from __future__ import annotations
 
