@@ -22,7 +22,6 @@ from replayssm_cute import dispatch
 from replayssm_cute.cursors import decode_cursors
 from replayssm_cute.errors import ReplayError
 from replayssm_cute.gdn_layout import gdn_memory
-from replayssm_cute.gdn_types import GdnGeometry
 from replayssm_cute.layout import allocate_mamba2_pool, mamba2_ring_bytes, mamba2_step_bytes
 from replayssm_cute.mamba2 import selective_state_update_replayssm_output_only
 from replayssm_cute.reference.mamba2 import recurrent_step
@@ -33,9 +32,8 @@ MODELS = ("nemotron-3-nano-30b-a3b", "nemotron-3-nano-4b", "nemotron-3-super-120
 CYCLES = 3
 BLOCK = 24          # tokens of a prefix-cache block; no multiple of L, so it flushes mid-ring
 NULL_SLOT = 0
-# The memory account of speculative decoding: Qwen3.5-35B-A3B has 30 Gated DeltaNet layers of this geometry.
-GDN_MODEL, GDN_GEOMETRY, GDN_LAYERS = "Qwen3.5-35B-A3B", GdnGeometry(16, 32, 128, 128), 30
-GDN_REQUESTS, GDN_TOKENS, GDN_RING = 48, 4, 16
+# The memory account of speculative decoding.
+GDN_MODEL, GDN_REQUESTS, GDN_TOKENS, GDN_RING = "qwen3.5-35b-a3b", 48, 4, 16
 
 
 @dataclass
@@ -204,7 +202,7 @@ def slice_of(geometry: Mamba2Geometry) -> Mamba2Geometry:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="replayssm-demo", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", action="append", choices=sorted(m.name for m in models.all_models()),
+    parser.add_argument("--model", action="append", choices=sorted(m.name for m in models.mamba2_models()),
                         metavar="NAME", help=f"registry name, repeatable; default {', '.join(MODELS)}")
     parser.add_argument("--batch", type=int, default=4, help="requests (one padded row is added)")
     parser.add_argument("--state-dtype", default="float32", choices=("float32", "float16", "bfloat16"))
@@ -230,7 +228,7 @@ def run(args: argparse.Namespace, quiet: bool) -> list[DemoResult]:
     steps, names = args.cycles * args.buffer_len + 1, args.model or MODELS
     jobs: list[tuple[str, Mamba2Geometry, int, int, str | None]] = []
     for name in names:
-        geometry = models.get(name).geometry
+        geometry = models.get_mamba2(name).geometry
         jobs.append((name, geometry, args.batch, steps, args.backend))
         if device.type == "cpu" and args.backend is None:
             jobs.append((f"{name} (2 heads)", slice_of(geometry), 2, args.buffer_len + 4, "triton"))
@@ -243,7 +241,7 @@ def run(args: argparse.Namespace, quiet: bool) -> list[DemoResult]:
             result = decode(name, geometry, batch, getattr(torch, args.state_dtype), args.buffer_len, count,
                             device, backend, lambda: progress.advance(task))
             if geometry == models.get(name.split(" ")[0]).geometry:
-                result.mamba_layers = models.get(name).mamba_layers
+                result.mamba_layers = models.get(name).recurrent_layers
             results.append(result)
     return results
 
@@ -276,9 +274,10 @@ def show(results: list[DemoResult], device: str) -> None:
 
 def speculative_memory() -> str:
     """What a verify window's snapshots take in a Gated DeltaNet model, and the ring that replaces them."""
-    account = gdn_memory(GDN_GEOMETRY, GDN_LAYERS, GDN_REQUESTS, GDN_TOKENS, GDN_RING)
-    return (f"{GDN_MODEL}, {GDN_REQUESTS} requests, T={GDN_TOKENS}: {account.snapshot / 2**30:.2f} GiB of fp32 state "
-            f"snapshots replaced by {account.ring / 2**30:.2f} GiB of rings (L={GDN_RING}, exact fold)")
+    model = models.get_gdn(GDN_MODEL)
+    account = gdn_memory(model.geometry, model.recurrent_layers, GDN_REQUESTS, GDN_TOKENS, GDN_RING)
+    return (f"{model.display_name}, {GDN_REQUESTS} requests, T={GDN_TOKENS}: {account.snapshot / 2**30:.2f} GiB of "
+            f"fp32 state snapshots replaced by {account.ring / 2**30:.2f} GiB of rings (L={GDN_RING}, exact fold)")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,6 +22,7 @@ import torch
 from replayssm_cute import arch as archs
 from replayssm_cute.arch import Arch
 from replayssm_cute.errors import ArgumentError, ReplayError, UnsupportedError
+from replayssm_cute.gdn_types import GdnProblem
 from replayssm_cute.registry import tuned
 from replayssm_cute.types import Mamba2Problem, Support
 
@@ -43,7 +44,7 @@ class Backend(Protocol):
     def supports(self, problem: Mamba2Problem, arch: Arch) -> Support: ...
 
     #: Whether its stochastic rounding, where the problem asks for it, is an instruction of the device.
-    def rounds_in_hardware(self, problem: Mamba2Problem, arch: Arch) -> bool: ...
+    def rounds_in_hardware(self, problem: Mamba2Problem | GdnProblem, arch: Arch) -> bool: ...
 
     def prepare(self, problem: Mamba2Problem, arch: Arch, batch: int,
                 config: dict[str, Any] | None) -> Callable[..., object]: ...
@@ -96,7 +97,7 @@ def _preference(measured: tuple[str, str] | None, arch: Arch) -> list[tuple[str,
             ("cute", "other architecture"), last]
 
 
-def rounding(problem: Mamba2Problem, arch: Arch, backend: str) -> str:
+def rounding(problem: Mamba2Problem | GdnProblem, arch: Arch, backend: str) -> str:
     """How a backend rounds the stored checkpoint on this device, in words."""
     if not problem.philox_rounds:
         return "to nearest"

@@ -76,7 +76,7 @@ def model_kernels(target: Target) -> Iterator[Kernel]:
 
     At larger batches it drops ``prefetch`` and ``evict_first``: the same kernel with less code.
     """
-    for model in models.all_models():
+    for model in models.mamba2_models():
         g = model.geometry
         for state in model.validated_state_dtypes:
             problem = make_problem((g.nheads, g.headdim, g.dstate, g.ngroups), state)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from replayssm_cute.errors import ArgumentError, ReplayError, UnsupportedError
+from replayssm_cute.gdn_types import GdnGeometry
 from replayssm_cute.registry.hf_config import load_config, read_config
 from replayssm_cute.registry.models import find_by_geometry, get
 
@@ -53,6 +54,25 @@ CODESTRAL = {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "nu
              "time_step_limit": [0.0, INF]}
 MAMBA_SSM = {"d_model": 2560, "n_layer": 64, "vocab_size": 50277, "ssm_cfg": {"layer": "Mamba2"},
              "attn_layer_idx": [], "attn_cfg": {}}
+QWEN_HEADS = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+              "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+              "head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 2}
+QWEN3_NEXT = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048,
+              "num_hidden_layers": 48, "torch_dtype": "bfloat16", **QWEN_HEADS}
+VISION = {"hidden_size": 1152, "depth": 27, "num_heads": 16, "out_hidden_size": 4096}
+QWEN3_5_MOE = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
+               "vision_config": VISION, "text_config": {
+                   **QWEN_HEADS, "model_type": "qwen3_5_moe_text", "linear_num_value_heads": 64, "hidden_size": 4096,
+                   "num_hidden_layers": 60, "mtp_num_hidden_layers": 1, "dtype": "bfloat16",
+                   "mamba_ssm_dtype": "float32", "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 15}}
+QWEN3_5_27B = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
+               "vision_config": VISION, "text_config": {
+                   **QWEN_HEADS, "model_type": "qwen3_5_text", "linear_num_value_heads": 48, "hidden_size": 5120,
+                   "num_hidden_layers": 64, "mtp_num_hidden_layers": 1, "dtype": "bfloat16",
+                   "mamba_ssm_dtype": "float32"}}
+QWEN3_8_FLAT = {**QWEN_HEADS, "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text",
+                "linear_num_value_heads": 128, "hidden_size": 8192, "num_hidden_layers": 92,
+                "mtp_num_hidden_layers": 1, "dtype": "bfloat16"}
 MISTRAL = {"dim": 4096, "n_layers": 64, "vocab_size": 32768, "n_groups": 8, "model_type": "mamba"}
 
 
@@ -64,16 +84,20 @@ PUBLISHED = [
     ("nemotron-3-nano-30b-a3b", NANO_30B), ("nemotron-3-ultra-550b-a55b", ULTRA),
     ("granite-4.0-h-tiny", GRANITE), ("bamba-9b-v1", BAMBA), ("falcon-h1-34b", FALCON),
     ("zamba2-7b", ZAMBA_7B), ("mamba-codestral-7b-v0.1", CODESTRAL), ("mamba2-2.7b", MAMBA_SSM),
+    ("qwen3-next-80b-a3b", QWEN3_NEXT), ("qwen3.5-397b-a17b", QWEN3_5_MOE), ("qwen3.5-27b", QWEN3_5_27B),
+    ("qwen3.8-2.4t-a95b", QWEN3_8_FLAT),
 ]
 
 
 @pytest.mark.parametrize(("name", "config"), PUBLISHED, ids=[name for name, _ in PUBLISHED])
 def test_published_configs_give_the_numbers_of_their_entry(name: str, config: Json) -> None:
     read, entry = read_config(config), get(name)
-    for field in ("geometry", "model_type", "mamba_layers", "layers", "hidden_size", "conv_kernel"):
+    for field in ("geometry", "model_type", "recurrent_layers", "layers", "hidden_size", "conv_kernel"):
         assert getattr(read, field) == getattr(entry, field), field
     assert read.state_dtype == entry.config_state_dtype
-    assert read.act_dtype in (None, entry.act_dtype) and read.mtp_layers == (entry.mtp_layers or 0)
+    assert read.act_dtype in (None, entry.act_dtype)
+    # Qwen3-Next has a draft layer that its config does not mention.
+    assert read.mtp_layers == (0 if read.model_type == "qwen3_next" else entry.mtp_layers or 0)
     assert entry in find_by_geometry(read.geometry, read.model_type)
 
 
@@ -114,6 +138,9 @@ NEEDED = [
     (ZAMBA_7B, ["mamba_headdim", "expansion_factor", "state_size", "mamba_ngroups", "num_hidden_layers"]),
     (CODESTRAL, ["num_heads", "head_dim", "state_size", "n_groups", "num_hidden_layers"]),
     (MAMBA_SSM, ["d_model", "n_layer"]), (MISTRAL, ["dim", "n_groups", "n_layers"]),
+    *((config, ["linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+                "linear_conv_kernel_dim", "num_hidden_layers", "full_attention_interval"])
+      for config in (QWEN3_NEXT, {**QWEN3_5_27B["text_config"], "architectures": ["Qwen3_5ForConditionalGeneration"]})),
 ]
 
 
@@ -152,14 +179,16 @@ LAYERS = [
     ({**without(ZAMBA_7B, "num_hidden_layers"), "layers_block_type": ["mamba", "hybrid", "mamba"]}, (3, 3)),
     ({**without(ZAMBA_7B, "num_hidden_layers"), "layer_mapping": ["m", "g", "m", "m"]}, (4, 4)),
     ({**MAMBA_SSM, "attn_layer_idx": [9, 18]}, (62, 64)),
-    (MISTRAL, (64, 64)),
+    (MISTRAL, (64, 64)), (QWEN3_NEXT, (36, 48)), ({**QWEN3_NEXT, "full_attention_interval": 5}, (39, 48)),
+    ({**QWEN3_NEXT, "layer_types": ["linear_attention", "full_attention"]}, (1, 2)),  # the list outranks the interval
+    ({**QWEN3_NEXT, "layer_types": ["mamba", "mamba", "attention"]}, (2, 3)),
 ]
 
 
 @pytest.mark.parametrize(("config", "layers"), LAYERS)
 def test_layers(config: Json, layers: tuple[int, int]) -> None:
     read = read_config(config)
-    assert (read.mamba_layers, read.layers) == layers
+    assert (read.recurrent_layers, read.layers) == layers
 
 
 def test_a_strange_layer_word_is_not_counted_as_something_else() -> None:
@@ -220,8 +249,22 @@ def test_a_dtype_that_is_none() -> None:
         read_config({**NANO_30B, "mamba_ssm_cache_dtype": "float33"})
 
 
-def test_only_nemotron_has_the_state_dtype_key() -> None:
-    assert read_config({**GRANITE, "mamba_ssm_cache_dtype": "float32"}).state_dtype is None
+def test_the_state_dtype_key_is_the_familys_own() -> None:
+    """As vLLM reads them: one key of Nemotron, another of Qwen3.5, none of the others."""
+    both = {"mamba_ssm_cache_dtype": "float32", "mamba_ssm_dtype": "float16"}
+    assert read_config({**GRANITE, **both}).state_dtype is read_config({**QWEN3_NEXT, **both}).state_dtype is None
+    assert read_config({**NANO_30B, **both}).state_dtype == torch.float32
+    assert read_config({**QWEN3_8_FLAT, **both}).state_dtype == torch.float16
+
+
+def test_geometry_of_gated_deltanet() -> None:
+    g = read_config({**QWEN3_NEXT, "linear_num_key_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 96})
+    assert g.geometry == GdnGeometry(8, 32, 64, 96)
+    with pytest.raises(ArgumentError, match="num_v_heads"):
+        read_config({**QWEN3_NEXT, "linear_num_value_heads": 40})
+    with pytest.raises(ArgumentError, match="linear_key_head_dim"):
+        read_config({**QWEN3_5_MOE, "text_config": without(QWEN3_5_MOE["text_config"], "linear_key_head_dim"),
+                     "linear_key_head_dim": 128})  # not the outer one
 
 
 @pytest.mark.parametrize("key", ["text_config", "llm_config"])
@@ -252,10 +295,9 @@ def test_the_architecture_decides_before_the_model_type() -> None:
     ({"architectures": ["HymbaForCausalLM"]}, "Mamba1"), ({"model_type": "phi4flash"}, "Mamba1"),
     ({"d_model": 768, "n_layer": 24, "ssm_cfg": {}}, "Mamba1"),
     ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "Mamba1"),
-    ({"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}, "gated-delta-net"),
-    ({"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
-      "text_config": {"model_type": "qwen3_5_text"}}, "gated-delta-net"),
-    ({"model_type": "qwen4_exp"}, "gated-delta-net"),
+    ({"model_type": "qwen4_exp"}, "gated-delta-net"), ({**QWEN3_NEXT, "layer_types": ["attention"] * 4,
+      "architectures": None}, "none of its 4 layers"),
+    ({**QWEN3_NEXT, "architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid"}, "gated-delta-net"),
     ({"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"}, "delta-attention"),
     ({"model_type": "bailing_hybrid"}, "delta-attention"),
     ({"architectures": ["NemotronHPuzzleForCausalLM"], "model_type": "nemotron_h"}, "block_configs"),

@@ -13,7 +13,7 @@ from replayssm_cute.layout import (
     mamba2_state_bytes,
     mamba2_step_bytes,
 )
-from replayssm_cute.registry.models import TP_SIZES, ModelEntry, all_models
+from replayssm_cute.registry.models import TP_SIZES, ModelEntry, mamba2_models
 from replayssm_cute.types import Mamba2Geometry
 
 NANO = Mamba2Geometry(64, 64, 128, 8)
@@ -73,7 +73,7 @@ def test_shard(geometry: tuple[int, int, int, int], tp: int, local: tuple[int, i
     assert (rank.headdim, rank.dstate) == (whole.headdim, whole.dstate)
 
 
-@pytest.mark.parametrize("entry", all_models(), ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", mamba2_models(), ids=lambda entry: entry.name)
 def test_a_rank_sees_the_groups_of_its_own_heads(entry: ModelEntry) -> None:
     """Local head h of rank r reads local group h // ratio; that must be the group of the whole layer."""
     g = entry.geometry
@@ -98,7 +98,7 @@ def test_the_gain_at_most(state_dtype: torch.dtype, most: float, most_wide: floa
     """At L = 16 a step moves at most 1.82x (fp32 state) or 1.76x (2-byte state) fewer bytes, and the
     widest published model comes to within a percent of it. A state twice as wide (dstate 256)
     outweighs its ring more and gains a little more."""
-    gains = {wide: max(gain(e.geometry, state_dtype) for e in all_models() if (e.geometry.dstate > 128) == wide)
+    gains = {wide: max(gain(e.geometry, state_dtype) for e in mamba2_models() if (e.geometry.dstate > 128) == wide)
              for wide in (False, True)}
     assert 0.99 * most < gains[False] <= most
     assert 0.99 * most_wide < gains[True] <= most_wide

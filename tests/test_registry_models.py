@@ -12,13 +12,25 @@ import pytest
 import torch
 
 from replayssm_cute.errors import ArgumentError, RegistryError
+from replayssm_cute.gdn_types import GdnGeometry
 from replayssm_cute.reference.mamba2 import recurrent_step, replay_step
 from replayssm_cute.registry import models
-from replayssm_cute.registry.models import ModelEntry, all_models, find_by_geometry, get, load_family
+from replayssm_cute.registry.models import (
+    GdnEntry,
+    ModelEntry,
+    all_models,
+    find_by_geometry,
+    gdn_models,
+    get,
+    get_gdn,
+    get_mamba2,
+    load_family,
+    mamba2_models,
+)
 from replayssm_cute.types import Mamba2Geometry
 
 ROOT = Path(__file__).parents[1]
-ENTRIES = all_models()
+ENTRIES = mamba2_models()
 
 
 def test_the_promised_models_are_there() -> None:
@@ -29,7 +41,12 @@ def test_the_promised_models_are_there() -> None:
             "nemotron-3-ultra-550b-a55b"} <= names
     assert {entry.model_type for entry in ENTRIES} == {
         "nemotron_h", "granitemoehybrid", "falcon_h1", "zamba2", "bamba", "mamba2"}
-    ids = [hub_id for entry in ENTRIES for hub_id in entry.hub_ids]
+    assert {entry.name for entry in gdn_models()} >= {
+        "qwen3-next-80b-a3b", "qwen3.5-0.8b", "qwen3.5-2b", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b",
+        "qwen3.5-35b-a3b", "qwen3.5-122b-a10b", "qwen3.5-397b-a17b"}
+    assert {entry.model_type for entry in gdn_models()} == {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
+    assert len(all_models()) == len(ENTRIES) + len(gdn_models())
+    ids = [hub_id for entry in all_models() for hub_id in entry.hub_ids]
     assert len(ids) == len(set(ids)) and all(hub_id.count("/") == 1 for hub_id in ids)
 
 
@@ -42,26 +59,42 @@ def test_the_promised_models_are_there() -> None:
 ])
 def test_numbers_that_everything_rests_on(name: str, geometry: tuple[int, int, int, int],
                                           layers: tuple[int, int]) -> None:
-    entry = get(name)
+    entry = get_mamba2(name)
     assert entry.geometry == Mamba2Geometry(*geometry)
-    assert (entry.mamba_layers, entry.layers) == layers
+    assert (entry.recurrent_layers, entry.layers) == layers
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+@pytest.mark.parametrize(("name", "value_heads", "layers", "channels"), [
+    ("qwen3-next-80b-a3b", 32, (36, 48), 8192), ("qwen3.5-0.8b", 16, (18, 24), 6144),
+    ("qwen3.5-9b", 32, (24, 32), 8192), ("qwen3.5-27b", 48, (48, 64), 10240), ("qwen3.5-35b-a3b", 32, (30, 40), 8192),
+    ("qwen3.5-122b-a10b", 64, (36, 48), 12288), ("qwen3.5-397b-a17b", 64, (45, 60), 12288),
+    ("qwen3.8-2.4t-a95b", 128, (69, 92), 20480)])
+def test_numbers_of_gated_deltanet(name: str, value_heads: int, layers: tuple[int, int], channels: int) -> None:
+    """``channels`` are those of the convolution over q, k and v, which the sources state on their own."""
+    entry = get_gdn(name)
+    g = entry.geometry
+    assert g == GdnGeometry(16, value_heads, 128, 128) and (entry.recurrent_layers, entry.layers) == layers
+    assert 2 * g.num_k_heads * g.head_k_dim + g.num_v_heads * g.head_v_dim == channels
+
+
+@pytest.mark.parametrize("entry", all_models(), ids=lambda entry: entry.name)
 def test_every_entry_is_plausible_and_sourced(entry: ModelEntry) -> None:
     g = entry.geometry
-    # The inner width is once to twice-and-a-half the residual width in every published model.
-    assert entry.hidden_size / 2 < g.nheads * g.headdim <= 2.5 * entry.hidden_size
+    width = g.nheads * g.headdim if isinstance(g, Mamba2Geometry) else g.num_v_heads * g.head_v_dim
+    # The inner width is once to 2.67 times the residual width in every published model.
+    assert entry.hidden_size / 2 < width < 2.7 * entry.hidden_size
     assert entry.conv_kernel == 4 and entry.act_dtype == torch.bfloat16
-    assert entry.evidence.keys() == {"nheads", "headdim", "dstate", "ngroups", "mamba_layers", "layers",
-                                     "hidden_size", "conv_kernel", "act_dtype", "config_state_dtype",
-                                     "mtp_layers"}
+    assert entry.evidence.keys() == {*vars(g), "recurrent_layers", "layers", "hidden_size", "conv_kernel", "act_dtype",
+                                     "config_state_dtype", "mtp_layers"}
     for number, evidence in entry.evidence.items():
         assert bool(evidence.sources) == (evidence.status != "unknown"), number
     assert all(advice.sources for advice in entry.state_advice)
     assert {advice.state_dtype for advice in entry.state_advice} <= set(entry.validated_state_dtypes)
     assert entry.config_state_dtype in (None, *entry.validated_state_dtypes)
     assert 16 in entry.validated_buffer_lens
+    if isinstance(entry, GdnEntry):
+        assert 4 * entry.recurrent_layers == 3 * entry.layers, "every fourth layer is attention"
+        assert {2, 4} <= set(entry.validated_tokens), "one draft, as an MTP layer makes it, and three"
 
 
 def test_which_models_need_stochastic_rounding() -> None:
@@ -80,6 +113,8 @@ def test_tensor_parallel_sizes_are_computed() -> None:
     assert get("falcon-h1-34b").tp_sizes == (1, 2, 4, 8) and get("falcon-h1-34b").vllm_tp_sizes == (1, 2)
     assert get("granite-4.0-h-small").vllm_tp_sizes == (1, 2, 4, 8)
     assert get("falcon-h1-34b").geometry.shard(4) == Mamba2Geometry(8, 128, 256, 1)
+    qwen = get_gdn("qwen3.5-27b")
+    assert qwen.tp_sizes == (1, 2, 4, 8) and qwen.geometry.shard(8) == GdnGeometry(2, 6)
 
 
 def test_get_names_the_nearest() -> None:
@@ -87,6 +122,11 @@ def test_get_names_the_nearest() -> None:
         get("nemotron-3-nano-30b")
     with pytest.raises(ArgumentError):
         get("")
+    assert get("qwen3.5-9b") is get_gdn("qwen3.5-9b")
+    with pytest.raises(ArgumentError, match="registry name"):
+        get_mamba2("qwen3.5-9b")
+    with pytest.raises(ArgumentError, match="qwen3-next-80b-a3b"):
+        get_gdn("qwen3-next")
 
 
 def test_find_by_geometry() -> None:
@@ -96,6 +136,9 @@ def test_find_by_geometry() -> None:
     assert {e.model_type for e in find_by_geometry(both)} == {"nemotron_h", "mamba2"}
     assert [e.name for e in find_by_geometry(both, "mamba2")] == ["mamba-codestral-7b-v0.1"]
     assert find_by_geometry(Mamba2Geometry(65, 64, 128, 1)) == ()
+    assert {e.name for e in find_by_geometry(GdnGeometry(16, 32), "qwen3_5_moe")} == {"qwen3.5-35b-a3b",
+                                                                                    "qwen3.6-35b-a3b"}
+    assert find_by_geometry(Mamba2Geometry(16, 32, 128, 16)) == ()
 
 
 # ---- validated: the replay of these geometries, dtypes and lengths against the fp64 recurrence ----
@@ -141,13 +184,15 @@ def test_validated_means_that_replay_meets_the_recurrence(shape: tuple[int, int,
 
 # ---- malformed files ---------------------------------------------------------------------------
 
-FAMILY = json.loads((models.MODELS_FOLDER / "nemotron.json").read_text())
+FAMILIES = {name: json.loads((models.MODELS_FOLDER / f"{name}.json").read_text()) for name in ("nemotron", "qwen3_5")}
 BROKEN = [
-    ("schema", 2, "schema"), ("extra", 1, "unknown extra"), ("sources", {"a": 1}, "sources"),
+    ("schema", 2, "schema"), ("kind", "kda", "one of mamba2, gdn"),
+    ("kind", "gdn", "unknown dstate, headdim, ngroups, nheads"),
+    ("extra", 1, "unknown extra"), ("sources", {"a": 1}, "sources"),
     ("models.0", 5, "models"), ("models.0.name", "Nano 30B", "kebab"), ("models.0.hub_ids", "x", "hub_ids"),
     ("models.0.numbers.nheads", "64", "nheads"), ("models.0.numbers.ngroups", 9, "ngroups"),
     ("models.0.numbers.dstate", None, "dstate"), ("models.0.numbers.width", 1, "unknown width"),
-    ("models.0.numbers.mamba_layers", 99, "at most layers"),
+    ("models.0.numbers.recurrent_layers", 99, "at most layers"),
     ("models.0.numbers.act_dtype", "int8", "act_dtype"),
     ("models.0.evidence.*.status", "sure", "status"), ("models.0.evidence.*.sources", ["nobody"], "nobody"),
     ("models.0.evidence.*.sources", [], "expected sources"),
@@ -157,12 +202,20 @@ BROKEN = [
     ("models.0.state_advice.0.sources", ["nobody"], "nobody"),
     ("models.0.validated.buffer_lens", [0], "buffer_lens"),
     ("models.0.validated.state_dtypes", ["int8"], "state_dtypes"),
+    ("models.0.validated.tokens", [4], "unknown tokens"),
+]
+BROKEN_GDN = [
+    ("kind", "mamba2", "unknown head_k_dim, head_v_dim, num_k_heads, num_v_heads"),
+    ("models.0.numbers.num_k_heads", 5, "a multiple of num_k_heads=5"),
+    ("models.0.numbers.head_k_dim", None, "head_k_dim"), ("models.0.validated.tokens", [17], "1..16"),
+    ("models.0.validated", {"state_dtypes": [], "buffer_lens": []}, "missing tokens"),
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "complaint"), BROKEN)
-def test_malformed_entries_are_refused(tmp_path: Path, path: str, value: Any, complaint: str) -> None:
-    content = copy.deepcopy(FAMILY)
+@pytest.mark.parametrize(("family", "path", "value", "complaint"), [
+    *(("nemotron", *broken) for broken in BROKEN), *(("qwen3_5", *broken) for broken in BROKEN_GDN)])
+def test_malformed_entries_are_refused(tmp_path: Path, family: str, path: str, value: Any, complaint: str) -> None:
+    content = copy.deepcopy(FAMILIES[family])
     *parents, last = path.split(".")
     at: Any = content
     for key in parents:
@@ -177,7 +230,7 @@ def test_malformed_entries_are_refused(tmp_path: Path, path: str, value: Any, co
 
 def test_two_entries_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a.json", "b.json"):
-        (tmp_path / name).write_text(json.dumps(FAMILY))
+        (tmp_path / name).write_text(json.dumps(FAMILIES["nemotron"]))
     monkeypatch.setattr(models, "MODELS_FOLDER", tmp_path)
     all_models.cache_clear()
     try:

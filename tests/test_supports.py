@@ -95,7 +95,7 @@ def test_refused_options(options: Json, reason: str) -> None:
 
 @pytest.mark.parametrize(("config", "reason"), [
     ({"architectures": ["JambaForCausalLM"]}, "Mamba1"),
-    ({"architectures": ["Qwen3NextForCausalLM"]}, "does not serve"),
+    ({"model_type": "qwen4_exp"}, "does not serve"),
     ({**NANO, "time_step_limit": [0.0, 0.1]}, "does not clamp"),
     ({key: value for key, value in NANO.items() if key != "mamba_head_dim"}, "mamba_head_dim"),
     ({**NANO, "hybrid_override_pattern": "*-"}, "none of its 2 layers"),

@@ -13,7 +13,7 @@ from replayssm_cute.arch import Arch
 from replayssm_cute.kernels import mamba2_config as cute_config
 from replayssm_cute.kernels.targets import for_capability
 from replayssm_cute.registry import tuned
-from replayssm_cute.registry.models import all_models
+from replayssm_cute.registry.models import mamba2_models
 from replayssm_cute.types import Mamba2Geometry, Mamba2Problem
 from replayssm_tune import cli, measure, run, workload
 from replayssm_tune.space import candidates
@@ -37,7 +37,7 @@ def problem(geometry: Mamba2Geometry = NANO, state: torch.dtype = F16, act: torc
 def test_candidates_of_every_model_are_valid_and_begin_with_the_default(device: Arch, state: torch.dtype) -> None:
     target = for_capability(device.capability)
     assert target is not None
-    for geometry in {m.geometry for m in all_models()}:
+    for geometry in {m.geometry for m in mamba2_models()}:
         p = problem(geometry, state)
         for batch in (1, 512):
             default = cute_config.default_config(p, batch, target)
@@ -95,7 +95,7 @@ def test_rows_are_merged_by_their_key(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_list_and_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list"]) == 0
     out = capsys.readouterr().out
-    assert all(m.name in out for m in all_models())
+    assert all(m.name in out for m in mamba2_models())
     assert cli.main(["explain", "--model", "nemotron-3-nano-30b-a3b", "--batch", "64", "--state-dtype", "float16"]) == 0
     assert "64x64x128/8" in capsys.readouterr().out
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from replayssm_cute.arch import Arch
+from replayssm_cute.gdn_types import GdnProblem
 from replayssm_cute.kernels.mamba2_config import Mamba2Config, default_config, ranked, validate
 from replayssm_cute.kernels.targets import Target, for_capability
 from replayssm_cute.types import SUPPORTED, Mamba2Problem, Support
@@ -37,7 +38,7 @@ def supports(problem: Mamba2Problem, arch: Arch) -> Support:
     return SUPPORTED
 
 
-def rounds_in_hardware(problem: Mamba2Problem, arch: Arch) -> bool:
+def rounds_in_hardware(problem: Mamba2Problem | GdnProblem, arch: Arch) -> bool:
     """``cvt.rs`` on 10.0 and 10.3; the other targets have its twin in software, and int8 has no instruction."""
     target = for_capability(arch.capability) if arch.kind == "cuda" else None
     return target is not None and target.stochastic_cvt and problem.state_dtype is not torch.int8

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replayssm_cute.arch import Arch
+from replayssm_cute.gdn_types import GdnProblem
 from replayssm_cute.reference.mamba2 import replay_step
 from replayssm_cute.types import SUPPORTED, Mamba2Problem, Support
 
@@ -17,7 +18,7 @@ def supports(problem: Mamba2Problem, arch: Arch) -> Support:
     return SUPPORTED
 
 
-def rounds_in_hardware(problem: Mamba2Problem, arch: Arch) -> bool:
+def rounds_in_hardware(problem: Mamba2Problem | GdnProblem, arch: Arch) -> bool:
     return False
 
 

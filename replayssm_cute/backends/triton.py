@@ -7,10 +7,12 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from fallback_triton.mamba2_config import Mamba2TritonConfig, default_config, validate
 from replayssm_cute.arch import Arch
+from replayssm_cute.gdn_types import GdnProblem
 from replayssm_cute.types import SUPPORTED, Mamba2Problem, Support
 
 SELF_CHECKING = False
@@ -53,7 +55,7 @@ def supports(problem: Mamba2Problem, arch: Arch) -> Support:
     return available(arch)
 
 
-def rounds_in_hardware(problem: Mamba2Problem, arch: Arch) -> bool:
+def rounds_in_hardware(problem: Mamba2Problem | GdnProblem, arch: Arch) -> bool:
     return False
 
 
@@ -65,9 +67,16 @@ def prepare(problem: Mamba2Problem, arch: Arch, batch: int,
 
 
 def _choose(problem: Mamba2Problem, arch: Arch, config: dict[str, Any] | None) -> Mamba2TritonConfig:
-    """The tuned choice where it is valid for this very problem, else the heuristic."""
+    """The tuned choice where it is valid for this very problem, else the heuristic.
+
+    Rows are measured without stochastic rounding, which takes more registers: where the heuristic limits them for the
+    same program, it does so for the row, too.
+    """
+    default = default_config(problem, warp_size(arch))
     if config is not None:
         tuned = Mamba2TritonConfig.from_dict(config)
+        if problem.philox_rounds and tuned == replace(default, max_registers=0):
+            return default
         if validate(problem, tuned, warp_size(arch)):
             return tuned
-    return default_config(problem, warp_size(arch))
+    return default

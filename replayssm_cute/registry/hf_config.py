@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from replayssm_cute.errors import ArgumentError, UnsupportedError
+from replayssm_cute.registry.entries import Geometry
 from replayssm_cute.registry.hf_rules import ARCHITECTURES, REFUSED, RULES, Config, count, has
-from replayssm_cute.types import Mamba2Geometry
 
 #: A limit of the time step from here on is none: one published config spells infinity 1e+308.
 NO_LIMIT = 1e30
@@ -21,13 +21,13 @@ NO_LIMIT = 1e30
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a config says about its Mamba2 layers.
+    """What a config says about its recurrent layers.
 
     Attributes:
         architecture: first entry of ``architectures``, empty where the format has none.
         model_type: canonical family name, for example ``"nemotron_h"``.
         geometry: of a whole layer, before tensor parallelism.
-        mamba_layers, layers: layers with a Mamba2 block, and all layers.
+        recurrent_layers, layers: layers with a Mamba2 or a Gated DeltaNet block, and all layers.
         hidden_size: width of the residual stream, None where absent.
         conv_kernel: width of the convolution in front of the recurrence.
         state_dtype: dtype of the checkpoint that the config asks for, None where it does not.
@@ -38,8 +38,8 @@ class ModelConfig:
 
     architecture: str
     model_type: str
-    geometry: Mamba2Geometry
-    mamba_layers: int
+    geometry: Geometry
+    recurrent_layers: int
     layers: int
     hidden_size: int | None
     conv_kernel: int
@@ -91,26 +91,26 @@ def read_config(config: object) -> ModelConfig:
 
     Raises:
         ArgumentError: the config cannot be read, or lacks a key that must not be guessed.
-        UnsupportedError: the model is no Mamba2 model, or limits its time step.
+        UnsupportedError: the model has no layers that replay serves, or limits its time step.
     """
     outer = load_config(config)
     inner = next((load_config(outer[key]) for key in ("text_config", "llm_config") if outer.get(key)), outer)
     family = _family(outer, inner)
     rules = RULES[family]
-    geometry = Mamba2Geometry(*rules.geometry(inner))
-    mamba_layers, layers = rules.layers(inner)
-    if mamba_layers == 0:
-        raise UnsupportedError(family, f"none of its {layers} layers is a Mamba2 layer")
+    geometry = rules.kind(*rules.geometry(inner))
+    recurrent_layers, layers = rules.layers(inner)
+    if recurrent_layers == 0:
+        raise UnsupportedError(family, f"none of its {layers} layers is a recurrent one")
     _refuse_limit(rules.limit(inner))
     return ModelConfig(
         architecture=_architecture(outer) or _architecture(inner),
         model_type=rules.model_type or family, geometry=geometry,
-        mamba_layers=mamba_layers, layers=layers,
+        recurrent_layers=recurrent_layers, layers=layers,
         hidden_size=count(inner, rules.hidden) if has(inner, rules.hidden) else None,
         conv_kernel=rules.conv(inner),
-        state_dtype=_dtype(inner, "mamba_ssm_cache_dtype") if family == "nemotron_h" else None,
+        state_dtype=_dtype(inner, rules.state_dtype) if rules.state_dtype else None,
         act_dtype=_dtype(inner, "dtype", "torch_dtype") or _dtype(outer, "dtype", "torch_dtype"),
-        mtp_layers=count({"num_nextn_predict_layers": 0, **inner}, "num_nextn_predict_layers", least=0),
+        mtp_layers=count({rules.mtp: 0, **inner}, rules.mtp, least=0),
         name_or_path=str(outer.get("_name_or_path") or ""))
 
 
@@ -133,7 +133,7 @@ def _family(outer: Config, inner: Config) -> str:
                       if config.get("model_type") in {*RULES, *REFUSED}), None)
     if found is None:
         raise UnsupportedError(_architecture(outer) or str(outer.get("model_type") or "config"),
-                               "not an architecture whose Mamba2 geometry this package can read: "
+                               "not an architecture whose geometry this package can read: "
                                + ", ".join(name for name, family in ARCHITECTURES.items() if family in RULES))
     if found in REFUSED:
         raise UnsupportedError(found, REFUSED[found])

@@ -10,13 +10,16 @@ headdim or nheads by it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from replayssm_cute.errors import ArgumentError
+from replayssm_cute.gdn_types import GdnGeometry
+from replayssm_cute.registry.entries import Geometry
+from replayssm_cute.types import Mamba2Geometry
 
 Config = Mapping[str, Any]
-Heads = tuple[int, int, int, int]  # nheads, headdim, dstate, ngroups
+Heads = tuple[int, int, int, int]  # in the order of a geometry's fields
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,15 @@ class Rules:
     """How one family spells its numbers.
 
     Attributes:
-        geometry: (nheads, headdim, dstate, ngroups) of a config.
-        layers: (Mamba2 layers, all layers) of a config.
+        geometry: fields of ``kind`` in their order, of a config.
+        layers: (recurrent layers, all layers) of a config.
         conv: width of the convolution.
         hidden: key of the residual width.
         limit: the limits of the time step, None where the config sets none.
         model_type: canonical name where the key in ``RULES`` is not.
+        kind: the geometry's class.
+        state_dtype: key of the dtype of the checkpoint; None where vLLM reads none.
+        mtp: key of the count of multi-token-prediction layers.
     """
 
     geometry: Callable[[Config], Heads]
@@ -38,6 +44,9 @@ class Rules:
     hidden: str = "hidden_size"
     limit: Callable[[Config], object] = lambda config: config.get("time_step_limit")
     model_type: str | None = None
+    kind: type[Geometry] = Mamba2Geometry
+    state_dtype: str | None = None
+    mtp: str = "num_nextn_predict_layers"
 
 
 def has(config: Config, *keys: str) -> bool:
@@ -82,9 +91,10 @@ def _expanded(config: Config, *keys: str) -> int:
 
 # ---- geometry --------------------------------------------------------------------------------------
 
-def _keys(nheads: str, headdim: str, dstate: str, ngroups: str) -> Callable[[Config], Heads]:
+def _keys(*keys: str) -> Callable[[Config], Heads]:
     def read(config: Config) -> Heads:
-        return (count(config, nheads), count(config, headdim), count(config, dstate), count(config, ngroups))
+        first, second, third, fourth = (count(config, key) for key in keys)
+        return first, second, third, fourth
     return read
 
 
@@ -146,18 +156,18 @@ def _mistral(config: Config) -> Heads:
 # ---- layers ----------------------------------------------------------------------------------------
 
 # transformers renames "mamba" on load; "hybrid" is a Mamba2 block beside attention.
-_MAMBA_WORDS = {"mamba", "linear_attention", "hybrid"}
+_RECURRENT_WORDS = {"mamba", "linear_attention", "hybrid"}
 _OTHER_WORDS = {"attention", "full_attention", "moe", "mlp"}
 _LISTS = ("layers_block_type", "layer_types")
 
 
 def _listed(config: Config, *keys: str) -> tuple[int, int]:
-    """Counts of a list of layer types; an unknown word is an error, because it might be Mamba2."""
+    """Counts of a list of layer types; an unknown word is an error, because it might be a recurrent one."""
     key, words = present(config, *keys)
-    strange = sorted({str(word) for word in words} - _MAMBA_WORDS - _OTHER_WORDS)
+    strange = sorted({str(word) for word in words} - _RECURRENT_WORDS - _OTHER_WORDS)
     if strange:
         raise ArgumentError(f"config[{key!r}]", "known layer types", ", ".join(strange))
-    return sum(word in _MAMBA_WORDS for word in words), len(words)
+    return sum(word in _RECURRENT_WORDS for word in words), len(words)
 
 
 def _nemotron_layers(config: Config) -> tuple[int, int]:
@@ -196,12 +206,27 @@ def _mamba_ssm_layers(config: Config) -> tuple[int, int]:
     return layers - len(config.get("attn_layer_idx") or ()), layers
 
 
+def _qwen_layers(config: Config) -> tuple[int, int]:
+    """Every ``full_attention_interval``-th layer is attention, where no list says so."""
+    if has(config, *_LISTS):
+        return _listed(config, *_LISTS)
+    layers = count(config, "num_hidden_layers")
+    return layers - layers // count(config, "full_attention_interval"), layers
+
+
 def _conv(*keys: str) -> Callable[[Config], int]:
     return lambda config: count(config, *keys)
 
 
+_QWEN3_NEXT = Rules(_keys("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+                          "linear_value_head_dim"), _qwen_layers, _conv("linear_conv_kernel_dim"),
+                    kind=GdnGeometry, mtp="mtp_num_hidden_layers")
+_QWEN3_5 = replace(_QWEN3_NEXT, state_dtype="mamba_ssm_dtype", model_type="qwen3_5")
+_QWEN3_5_MOE = replace(_QWEN3_5, model_type="qwen3_5_moe")
+
 RULES = {
-    "nemotron_h": Rules(_nemotron_h, _nemotron_layers, _conv("conv_kernel", "mamba_d_conv")),
+    "nemotron_h": Rules(_nemotron_h, _nemotron_layers, _conv("conv_kernel", "mamba_d_conv"),
+                        state_dtype="mamba_ssm_cache_dtype"),
     "bamba": Rules(_bamba, _bamba_layers, _conv("mamba_d_conv")),
     "granitemoehybrid": Rules(_bamba, _granite_layers, _conv("mamba_d_conv")),
     "falcon_h1": Rules(_falcon_h1, _every("num_hidden_layers"), _conv("mamba_d_conv")),
@@ -212,17 +237,19 @@ RULES = {
                        lambda config: count({"d_conv": 4, **_ssm_cfg(config)}, "d_conv"), "d_model",
                        lambda config: _ssm_cfg(config).get("dt_limit"), "mamba2"),
     "mistral": Rules(_mistral, _every("n_layers"), lambda config: 4, "dim", model_type="mamba2"),
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5": _QWEN3_5, "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5_MOE, "qwen3_5_moe_text": _QWEN3_5_MOE,
 }
 
 _MAMBA1 = "a Mamba1 model: one state per channel and a time step per channel, not per head"
-_GDN = "a gated-delta-net model, which this version does not serve"
+_GDN = "a gated-delta-net model of a kind that was not examined, so this version does not serve it"
 _KDA = "a delta-attention model, which this version does not serve"
 
 #: Families that are known and cannot be served, with the reason.
 REFUSED = {
     "jamba": _MAMBA1, "falcon_mamba": _MAMBA1, "mamba": _MAMBA1, "phi4flash": _MAMBA1, "hymba": _MAMBA1,
-    "qwen3_next": _GDN, "qwen3_5": _GDN, "qwen3_5_text": _GDN, "qwen3_5_moe": _GDN,
-    "qwen3_5_moe_text": _GDN, "qwen4_exp": _GDN, "olmo_hybrid": _GDN,
+    "qwen4_exp": _GDN, "olmo_hybrid": _GDN,
     "kimi_linear": _KDA, "kimi_k3": _KDA, "glm5_next": _KDA, "bailing_hybrid": _KDA,
     "nemotron_h_puzzle": "its layers may differ in geometry (block_configs)",
 }

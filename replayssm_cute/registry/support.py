@@ -7,25 +7,35 @@ this folder it stands above the dispatcher, because its answer names the backend
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from replayssm_cute import arch as archs
-from replayssm_cute import dispatch
 from replayssm_cute.arch import Arch
 from replayssm_cute.errors import ArgumentError, UnsupportedError
-from replayssm_cute.layout import mamba2_ring_shapes
-from replayssm_cute.registry import devices, tuned
+from replayssm_cute.gdn_types import GdnGeometry
+from replayssm_cute.registry import devices, support_gdn, support_mamba2
+from replayssm_cute.registry.entries import Geometry, ModelEntry
 from replayssm_cute.registry.hf_config import ModelConfig, load_config, read_config
-from replayssm_cute.registry.models import DTYPES, ModelEntry, find_by_geometry, splits_in_vllm
-from replayssm_cute.rounding import DEFAULT_ROUNDS, LARGEST_CODE, check_columns
-from replayssm_cute.types import Mamba2Geometry, Mamba2Problem, Support
+from replayssm_cute.registry.models import find_by_geometry
+from replayssm_cute.registry.options import Options, dtype_name, read_state_dtype
+from replayssm_cute.types import Support
 
-CACHE_MODES = ("none", "align", "all")
-STATE_DTYPES = {**DTYPES, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
-# Batch sizes whose choice of backend is reported: a lone request, a busy and a full server.
-_BATCHES = (1, 64, 512)
+
+class Half(Protocol):
+    """What ``support_mamba2`` and ``support_gdn`` offer; ``geometry`` is theirs, of one rank."""
+
+    OWN_DTYPES: tuple[torch.dtype, ...]
+
+    def refuse(self, geometry: Any, state_dtype: torch.dtype, options: Options) -> None: ...
+
+    def choose(self, geometry: Any, state_dtype: torch.dtype, act: torch.dtype, options: Options,
+               arch: Arch) -> dict[str, Any]: ...
+
+    def tune_command(self, subject: str, state_dtype: torch.dtype, options: Options) -> str | None: ...
+
+    def warnings(self, entry: Any, state_dtype: torch.dtype, options: Options) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -40,35 +50,24 @@ class ModelSupport(Support):
         model: name of the registry entry, None where there is none.
         geometry: heads of one layer on one rank.
         state_dtype: dtype of the checkpoint that would be used.
-        backend: which backend would serve at which batch, and why.
+        backend: which backend would serve at which batch, and why; for Gated DeltaNet in which operation, for
+            the batch has no part in it: standard decode, or with drafts verify and the folds outside of it.
         rounding: how that backend rounds the stored checkpoint: ``"to nearest"``, or stochastically in
             hardware or in software.
-        tuned: this very device has measured rows for this geometry, state dtype and ring length.
-        tune_command: the call that fills the missing rows; None where they exist, and on a CPU.
+        tuned: this very device has measured rows for this geometry, state dtype and ring length; never so for
+            Gated DeltaNet, whose kernels have none.
+        tune_command: the call that fills the missing rows; None where they exist, on a CPU, and for Gated DeltaNet.
         warnings: what to know although it works.
     """
 
     model: str | None = None
-    geometry: Mamba2Geometry | None = None
+    geometry: Geometry | None = None
     state_dtype: torch.dtype | None = None
     backend: str = ""
     rounding: str = ""
     tuned: bool = False
     tune_command: str | None = None
     warnings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Options:
-    """How the model is to be served; see ``supports_replayssm``."""
-
-    tp: int
-    state_dtype: torch.dtype | None
-    buffer_len: int
-    stochastic_rounding: bool
-    speculative_tokens: int
-    prefix_cache_mode: str | None
-    kv_transfer: bool
 
 
 def supports_replayssm(config: object, *, device: torch.device | str | Arch | None = None, tp: int = 1,
@@ -91,7 +90,7 @@ def supports_replayssm(config: object, *, device: torch.device | str | Arch | No
             package's own operation.
         buffer_len: L, rows of the rings.
         stochastic_rounding: of the checkpoint.
-        speculative_tokens: draft tokens per step.
+        speculative_tokens: draft tokens per step, so that a window has 1 + as many tokens; Gated DeltaNet only.
         prefix_cache_mode: None or ``"none"``, ``"align"`` or ``"all"``.
         kv_transfer: caches are moved between engines (disaggregated serving).
 
@@ -100,17 +99,17 @@ def supports_replayssm(config: object, *, device: torch.device | str | Arch | No
             never an exception.
     """
     raw, arch = load_config(config), _arch(device)
-    options = Options(tp, _state_dtype(state_dtype), buffer_len, stochastic_rounding, speculative_tokens,
+    options = Options(tp, read_state_dtype(state_dtype), buffer_len, stochastic_rounding, speculative_tokens,
                       prefix_cache_mode, kv_transfer)
-    _check(options)
     facts: dict[str, Any] = {}  # fields of the answer, as far as it gets
     try:
         model = read_config(raw)
+        half: Half = support_gdn if isinstance(model.geometry, GdnGeometry) else support_mamba2
         facts["state_dtype"] = options.state_dtype or _auto_state_dtype(model)
         facts["geometry"] = model.geometry.shard(tp)
-        _refuse(options, facts)
-        entry = _entry(model, options, facts)
-        _choose(model, entry, options, arch, facts)
+        half.refuse(facts["geometry"], facts["state_dtype"], options)
+        entry = _entry(model, half, options, facts)
+        _choose(model, entry, half, options, arch, facts)
     except (ArgumentError, UnsupportedError) as refusal:
         return ModelSupport(False, str(refusal), **facts)
     return ModelSupport(True, **facts)
@@ -131,15 +130,6 @@ def _arch(device: torch.device | str | Arch | None) -> Arch:
                             f"(known products: {', '.join(devices.PRODUCTS)})", repr(device)) from None
 
 
-def _state_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
-    if value is None or value == "auto":
-        return None
-    dtype = STATE_DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else value
-    if dtype not in STATE_DTYPES.values():
-        raise ArgumentError("state_dtype", f"one of {', '.join(STATE_DTYPES)}, auto or None", repr(value))
-    return dtype
-
-
 def _auto_state_dtype(model: ModelConfig) -> torch.dtype:
     if model.state_dtype is not None:
         return model.state_dtype
@@ -148,106 +138,59 @@ def _auto_state_dtype(model: ModelConfig) -> torch.dtype:
     return model.act_dtype or torch.bfloat16
 
 
-def _check(options: Options) -> None:
-    """Values of the wrong kind; whether a value of the right kind can be served is asked later."""
-    for name, least in (("tp", 1), ("speculative_tokens", 0)):
-        value = getattr(options, name)
-        if type(value) is not int or value < least:
-            raise ArgumentError(name, f"an integer of at least {least}", repr(value))
-    if options.prefix_cache_mode not in (None, *CACHE_MODES):
-        raise ArgumentError("prefix_cache_mode", f"None or one of {', '.join(CACHE_MODES)}",
-                            repr(options.prefix_cache_mode))
-
-
-def _refuse(options: Options, facts: dict[str, Any]) -> None:
-    """The refusals that depend on the options alone."""
-    mamba2_ring_shapes(facts["geometry"], options.buffer_len)
-    if options.speculative_tokens:
-        raise UnsupportedError("speculative_tokens", "the ring of standard decode cannot verify drafts")
-    if options.kv_transfer:
-        raise UnsupportedError("kv_transfer", "a transfer would move the checkpoint without its ring")
-    if options.prefix_cache_mode == "all":
-        raise UnsupportedError("prefix_cache_mode", "'all' caches states between flushes, which replay "
-                               "never writes; use 'align'")
-    if options.stochastic_rounding:
-        if facts["state_dtype"] == torch.float32:
-            raise UnsupportedError("stochastic_rounding", "a float32 checkpoint is not rounded; use float16")
-        check_columns(facts["state_dtype"], facts["geometry"].dstate)
-
-
-def _entry(model: ModelConfig, options: Options, facts: dict[str, Any]) -> ModelEntry:
+def _entry(model: ModelConfig, half: Half, options: Options, facts: dict[str, Any]) -> ModelEntry:
     """The registry entry that fits the config best."""
     def misfit(entry: ModelEntry) -> tuple[bool, int]:
         return (model.name_or_path not in entry.hub_ids,
                 sum(getattr(entry, name) != getattr(model, name)
-                    for name in ("mamba_layers", "layers", "hidden_size", "mtp_layers")))
+                    for name in ("recurrent_layers", "layers", "hidden_size", "mtp_layers")))
 
     entries = find_by_geometry(model.geometry, model.model_type)
     if not entries:
-        facts["tune_command"] = _tune_command(f"--geometry {facts['geometry']}", options, facts)
+        command = half.tune_command(f"--geometry {facts['geometry']}", facts["state_dtype"], options)
+        facts["tune_command"] = command
         raise UnsupportedError(
             f"{model.model_type} {model.geometry}", "no registry entry has this geometry. To validate it, "
-            "add an entry to replayssm_cute/models and run make test and make test-gpu; to tune it, run "
-            + facts["tune_command"])
+            "add an entry to replayssm_cute/models and run make test and make test-gpu"
+            + (f"; to tune it, run {command}" if command else ""))
     entry = min(entries, key=misfit)
     facts["model"] = entry.name
-    if facts["state_dtype"] not in (*entry.validated_state_dtypes, *LARGEST_CODE):
-        raise UnsupportedError(entry.name, f"not validated with a {_name(facts['state_dtype'])} checkpoint")
+    if facts["state_dtype"] not in (*entry.validated_state_dtypes, *half.OWN_DTYPES):
+        raise UnsupportedError(entry.name, f"not validated with a {dtype_name(facts['state_dtype'])} checkpoint")
     return entry
 
 
-def _choose(model: ModelConfig, entry: ModelEntry, options: Options, arch: Arch,
+def _choose(model: ModelConfig, entry: ModelEntry, half: Half, options: Options, arch: Arch,
             facts: dict[str, Any]) -> None:
     """Which backend serves, what is known about its speed here, and what to be warned of."""
-    act, g = model.act_dtype or entry.act_dtype, facts["geometry"]
-    problem = Mamba2Problem(g, options.buffer_len, facts["state_dtype"], act, act, act, torch.int8,
-                            torch.int32, dt_bias_dtype=act, D_dtype=act,
-                            philox_rounds=DEFAULT_ROUNDS if options.stochastic_rounding else 0)
-    choices: dict[tuple[str, str], list[str]] = {}
-    for batch in _BATCHES:
-        first = next(c for c in dispatch.candidates(problem, batch, arch) if c.support)
-        choices.setdefault((first.backend, first.why), []).append(str(batch))
-    facts["backend"] = "; ".join(f"batch {', '.join(batches)}: {backend} ({why})"
-                                 for (backend, why), batches in choices.items())
-    facts["rounding"] = "; ".join(dict.fromkeys(dispatch.rounding(problem, arch, backend) for backend, _ in choices))
-    facts["tuned"] = any(row.measured and row.key[:3] == (g.nheads, g.ngroups, options.buffer_len)
-                         for row in tuned.rows_for(dispatch.OP, problem, arch))
-    if not facts["tuned"] and arch.kind != "cpu" and facts["state_dtype"] not in LARGEST_CODE:
-        facts["tune_command"] = _tune_command(f"--model {entry.name} --tp {options.tp}", options, facts)
-    slow = arch.kind != "cpu" and any(backend == "torch" for backend, _ in choices)
-    facts["warnings"] = (*_warnings(model, entry, options, facts["state_dtype"]),
+    state_dtype = facts["state_dtype"]
+    facts |= half.choose(facts["geometry"], state_dtype, model.act_dtype or entry.act_dtype, options, arch)
+    slow = facts.pop("slow") and arch.kind != "cpu"
+    if not facts.get("tuned") and arch.kind != "cpu":
+        facts["tune_command"] = half.tune_command(f"--model {entry.name} --tp {options.tp}", state_dtype, options)
+    facts["warnings"] = (*_warnings(model, entry, options, state_dtype, half.OWN_DTYPES),
+                         *half.warnings(entry, state_dtype, options),
                          *["only the slow PyTorch backend can serve on this GPU"] * slow)
 
 
-def _tune_command(subject: str, options: Options, facts: dict[str, Any]) -> str:
-    return f"replayssm-tune run {subject} --state-dtype {_name(facts['state_dtype'])} " \
-           f"--buffer-len {options.buffer_len}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _warnings(model: ModelConfig, entry: ModelEntry, options: Options,
-              state_dtype: torch.dtype) -> list[str]:
+def _warnings(model: ModelConfig, entry: ModelEntry, options: Options, state_dtype: torch.dtype,
+              own_dtypes: tuple[torch.dtype, ...]) -> list[str]:
+    """What to be warned of whatever the recurrence."""
     found = []
-    if (model.mamba_layers, model.hidden_size) != (entry.mamba_layers, entry.hidden_size):
+    if (model.recurrent_layers, model.hidden_size) != (entry.recurrent_layers, entry.hidden_size):
         found.append(f"the geometry is that of {entry.name}, the layers or the width are not: what is "
                      "known about its state dtype may not hold")
     if options.buffer_len not in entry.validated_buffer_lens:
         found.append(f"buffer_len {options.buffer_len} works, but {entry.name} was validated with "
                      f"{', '.join(map(str, entry.validated_buffer_lens))}")
     if options.state_dtype is None and model.state_dtype is None and model.model_type != "nemotron_h":
-        found.append(f"the config names no state dtype: {_name(state_dtype)} as in vLLM, where SGLang "
+        found.append(f"the config names no state dtype: {dtype_name(state_dtype)} as in vLLM, where SGLang "
                      "takes float32")
-    if state_dtype in LARGEST_CODE:
-        found.append(f"{_name(state_dtype)} checkpoints are an option of this package's own operation: no engine "
-                     "offers them and no model was evaluated with them; docs/accuracy.md says what they cost")
-    elif entry.state_advice and all(advice.state_dtype != state_dtype for advice in entry.state_advice):
-        found.append(f"no source advises a {_name(state_dtype)} checkpoint for {entry.name}")
+    if state_dtype in own_dtypes:
+        return found  # nobody publishes advice about these
+    if entry.state_advice and all(advice.state_dtype != state_dtype for advice in entry.state_advice):
+        found.append(f"no source advises a {dtype_name(state_dtype)} checkpoint for {entry.name}")
     elif entry.needs_stochastic_rounding(state_dtype) and not options.stochastic_rounding:
-        found.append(f"a {_name(state_dtype)} checkpoint of {entry.name} is advised with stochastic "
+        found.append(f"a {dtype_name(state_dtype)} checkpoint of {entry.name} is advised with stochastic "
                      "rounding only")
-    if not splits_in_vllm(model.geometry, options.tp):
-        found.append(f"vLLM 0.33 does not split {model.geometry.ngroups} groups over {options.tp} ranks")
     return found

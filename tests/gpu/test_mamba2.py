@@ -12,7 +12,7 @@ from replayssm_cute import arch as archs
 from replayssm_cute import dispatch
 from replayssm_cute.mamba2 import selective_state_update_replayssm_output_only, warmup_mamba2
 from replayssm_cute.reference.mamba2 import recurrent_step, replay_step
-from replayssm_cute.registry.models import all_models
+from replayssm_cute.registry.models import mamba2_models
 from replayssm_cute.rounding import seed_state
 from replayssm_cute.types import Mamba2Problem
 from replayssm_cute.validate import mamba2_problem
@@ -21,7 +21,7 @@ from tests.cases import ARGUMENTS, POOLS, Case, bits, check, make_case, oracle
 from tests.gpu.kinds import KINDS, act_dtype, prepare
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-HEAD_SHAPES = sorted({(m.geometry.headdim, m.geometry.dstate) for m in all_models()})
+HEAD_SHAPES = sorted({(m.geometry.headdim, m.geometry.dstate) for m in mamba2_models()})
 EXTREME_DT = (-100.0, 19.9, 20.0, 20.1, 88.0, 89.0, 1e4, -8.0)
 gpu_case = functools.partial(make_case, device="cuda")
 

@@ -52,11 +52,12 @@ def _subject(f: Figure) -> tuple[str, str, int]:
 def section(figures: list[Figure], folder: Path) -> str:
     """Everything about one layer and ring length on one device."""
     first = figures[0]
-    named = [m for m in models.all_models() if any(_splits(m, tp, first.geometry) for tp in m.tp_sizes)]
+    named = [m for m in models.mamba2_models() if any(_splits(m, tp, first.geometry) for tp in m.tp_sizes)]
     whole = next((m for m in named if m.geometry == first.geometry), None)
     stem = f"{first.device}-{first.geometry}-L{first.buffer_len}".replace("/", "-")
     images = [image(draw(figures), folder / f"{stem}-{kind}.png", title) for kind, (draw, title) in PLOTS.items()]
-    images.append(image(plots.memory(first.geometry, whole.mamba_layers if whole else 1), folder / f"{stem}-memory.png",
+    layers = whole.recurrent_layers if whole else 1
+    images.append(image(plots.memory(first.geometry, layers), folder / f"{stem}-memory.png",
                         f"Memory of one request{f' of {whole.name}' if whole else ', one layer'}"))
     heads = ", ".join(m.name for m in named) or "no model of the registry"
     return (f"<h2>{html.escape(f'{first.device}, {first.geometry}, L={first.buffer_len}')}</h2>"

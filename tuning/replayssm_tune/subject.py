@@ -7,11 +7,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from replayssm_cute.errors import ArgumentError
+from replayssm_cute.errors import ArgumentError, UnsupportedError
 from replayssm_cute.layout import mamba2_ring_bytes, mamba2_state_bytes
 from replayssm_cute.registry import models
-from replayssm_cute.registry.hf_config import read_config
-from replayssm_cute.registry.models import DTYPES
+from replayssm_cute.registry.hf_config import ModelConfig, read_config
+from replayssm_cute.registry.models import DTYPES, ModelEntry
 from replayssm_cute.types import Mamba2Geometry
 
 _DIMENSIONS = re.compile(r"\d+x\d+x\d+/\d+")
@@ -58,15 +58,20 @@ def find(text: str, tp: int = 1) -> Subject:
 
     Raises:
         ArgumentError: it is none of these, or its heads do not split.
-        UnsupportedError: the config is that of no Mamba2 model.
+        UnsupportedError: it is no Mamba2 model.
     """
     if _DIMENSIONS.fullmatch(text):
         return Subject(text, parse_geometry(text).shard(tp), None)
     if Path(text).exists():
-        config = read_config(text)
-        return Subject(text, config.geometry.shard(tp), config.mamba_layers)
+        return _subject(text, tp, read_config(text))
     try:
         entry = models.get(text)
     except ArgumentError as error:
         raise ArgumentError("model", f"{error.expected}, the path of a config.json, or HxPxN/G", repr(text)) from None
-    return Subject(text, entry.geometry.shard(tp), entry.mamba_layers)
+    return _subject(text, tp, entry)
+
+
+def _subject(text: str, tp: int, model: ModelEntry | ModelConfig) -> Subject:
+    if not isinstance(model.geometry, Mamba2Geometry):
+        raise UnsupportedError(text, "a Gated DeltaNet model; only Mamba2 kernels are tuned")
+    return Subject(text, model.geometry.shard(tp), model.recurrent_layers)

@@ -13,7 +13,7 @@ from replayssm_cute import dispatch
 from replayssm_cute.arch import Arch
 from replayssm_cute.errors import ArgumentError
 from replayssm_cute.registry import devices, models, tuned
-from replayssm_cute.registry.models import DTYPES, ModelEntry
+from replayssm_cute.registry.models import DTYPES, Mamba2Entry
 from replayssm_cute.types import Mamba2Geometry, Mamba2Problem
 from replayssm_tune.subject import Subject
 
@@ -51,8 +51,8 @@ def list_models(console: Console, device: str | None) -> None:
     shown = {arch.name: arch for arch in (*with_rows(), arch_named(device)) if arch.kind != "cpu"}
     table = Table("model", "heads", "layers", *shown, caption=f"rows at L={BUFFER_LEN}, TP 1, or what is missing",
                   box=None, header_style="bold")
-    for model in models.all_models():
-        table.add_row(model.name, str(model.geometry), str(model.mamba_layers),
+    for model in models.mamba2_models():
+        table.add_row(model.name, str(model.geometry), str(model.recurrent_layers),
                       *(coverage(model, arch) for arch in shown.values()))
     console.print(table, soft_wrap=True)
     if not shown:
@@ -65,7 +65,7 @@ def with_rows() -> list[Arch]:
     return [arch for arch in map(devices.arch_by_name, names) if arch is not None]
 
 
-def coverage(model: ModelEntry, arch: Arch) -> str:
+def coverage(model: Mamba2Entry, arch: Arch) -> str:
     """``fp32 10, fp16 10, bf16 missing``: rows of the model's very heads on the very device, by state dtype."""
     short = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
     counts = {name: rows_of(model.geometry, name, BUFFER_LEN, arch) for name in DTYPES}
