@@ -80,7 +80,7 @@ class Mamba2BulkKernel(Scorer, Consumer, CodedConsumer, ReplayTile):
         first, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tid // 32)
-        count = Int32(Uint32(items - first + step - 1) // Uint32(step))
+        count = (items - first + step - 1) // step
         if const_expr(self.config.prefetch):
             if warp == self.warps + 1:  # the scorer is the last to be needed
                 self.prefetch(mState, mXc, mDtc, mBc, mPos, mIndices, null_block_id, items, first, step, tid % 32)
@@ -93,7 +93,8 @@ class Mamba2BulkKernel(Scorer, Consumer, CodedConsumer, ReplayTile):
         dice = self.throw_dice(mSeed)
         s = self.allocate()
         if tid == 0:
-            cute.arch.mbarrier_init(s.known, 1)
+            if const_expr(self.stochastic):
+                cute.arch.mbarrier_init(s.known, 1)
             for i in cutlass.range_constexpr(self.stages):
                 cute.arch.mbarrier_init(s.window + i, 1)
                 cute.arch.mbarrier_init(s.full + i, 1)
@@ -104,14 +105,13 @@ class Mamba2BulkKernel(Scorer, Consumer, CodedConsumer, ReplayTile):
         if const_expr(self.stochastic):
             if tid == 0:
                 rounding.advance(mSeed, step)
-        # As branches of one another: what only one role needs must not live through the others' code.
         if warp < self.warps:
             self.consume(s, mState, mScale, mD, mZ, mOut, dice, count, tid % 32, warp)
-        elif warp == self.warps:
+        if warp == self.warps + 1:
+            self.score(s, mXc, mDtc, mBc, count, tid % 32)
+        if warp == self.warps:
             self.produce(s, sources, mState, mScale, mX, mB, mC, mXc, mDtc, mBc, null_block_id, items, first, step,
                          count, item, facts, tid % 32)
-        else:
-            self.score(s, mXc, mDtc, mBc, count, tid % 32)
 
     def allocate(self):
         """Shared memory: the stages with what the scorer adds to them, and the barriers."""
@@ -138,13 +138,13 @@ class Mamba2BulkKernel(Scorer, Consumer, CodedConsumer, ReplayTile):
             w_part = tensor(self.act_dtype, E, mma.PARTS, ST)
             weight = tensor(Float32, E, ST)
             scales = tensor(Float32, 2, ST)
-            # Of one item of a CTA, by the consumers themselves: a lane reads what it has written.
-            words = tensor(Uint32, 4, 32, self.drawn, self.warps) if self.stochastic else None
-            known = smem.allocate_array(Int64, 1)                 # the facts of a block of items
             window = smem.allocate_array(Int64, ST)               # rings, x, B, C have landed
             full = smem.allocate_array(Int64, ST)                 # the state has
             scored = smem.allocate_array(Int64, ST)
             empty = smem.allocate_array(Int64, ST)
+            # The random words of an item, by the consumers for themselves: a lane reads what it has written.
+            words = tensor(Uint32, 4, 32, self.drawn, self.warps) if self.stochastic else None
+            known = smem.allocate_array(Int64, 1) if self.stochastic else None  # the facts of a block of items
 
         return Shared
 
@@ -207,9 +207,10 @@ class Mamba2BulkKernel(Scorer, Consumer, CodedConsumer, ReplayTile):
         for k in cutlass.range(count, unroll=1):
             if k % 32 == 0:  # a new block: its facts have arrived, the next block's set out
                 slots, cursors = self.store_facts(s, facts, null_block_id, item, (k + lane) % FACTS)
-                cute.arch.sync_warp()
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(s.known)
+                if const_expr(self.stochastic):
+                    cute.arch.sync_warp()
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(s.known)
                 item = cutlass.min(first + (k + 32 + lane) * step, items - 1)
                 facts = self.load_facts(*sources, item)
             slot = cute.arch.shuffle_sync(slots, k % 32)

@@ -166,7 +166,7 @@ def _resident(problem: Mamba2Problem, config: Mamba2Config, target: Target) -> S
 def _registers(problem: Mamba2Problem, config: Mamba2Config) -> int:
     """Registers a thread needs to stay clear of spills, as seen in the compiled kernels."""
     if config.design == "bulk":
-        return 104 if problem.philox_rounds and problem.state_dtype is torch.int8 else 96
+        return 112 if problem.philox_rounds else 96
     passes = -(-problem.buffer_len * LANES // config.threads)
     per_pass = problem.geometry.dstate // LANES * problem.act_dtype.itemsize // 2
     return 144 + (passes - 1) * per_pass + (64 if problem.philox_rounds else 0)
