@@ -252,6 +252,17 @@ def test_backend_serves_in_the_interpreter() -> None:
         check_step(case.clone(), step)
 
 
+def test_a_row_takes_the_register_limit_that_stochastic_rounding_needs() -> None:
+    """A row is measured without it; other programs than the heuristic's are left as they are."""
+    nearest, hopper = problem_of(64, 128, F16), Arch("cuda", (9, 0), "H200")
+    stochastic = replace(nearest, philox_rounds=10)
+    row = replace(default_config(nearest), max_registers=0)
+    assert backend._choose(nearest, hopper, row.to_dict()) == row
+    assert backend._choose(stochastic, hopper, row.to_dict()) == replace(row, max_registers=168)
+    other = replace(row, num_warps=4)
+    assert backend._choose(stochastic, hopper, other.to_dict()) == other
+
+
 def test_backend_says_what_it_cannot_serve() -> None:
     problem = problem_of(64, 128, F32)
     assert "compute capability 8.0" in backend.supports(problem, Arch("cuda", (7, 5), "T4")).reason
