@@ -29,7 +29,8 @@ def load(paths: list[str]) -> dict[str, Any]:
     """Runs on one device as one report, the fullest first; each row keeps the copy bandwidth of its run."""
     runs = sorted((json.loads(Path(path).read_text()) for path in paths), key=lambda run: -len(run["rows"]))
     copies = [run["provenance"]["copy_gbps"] for run in runs]
-    rows = [{**row, "copy_gbps": copy} for run, copy in zip(runs, copies, strict=True) for row in run["rows"]]
+    rows = [{"copy_gbps": copy, **row, "run": i} for i, (run, copy) in enumerate(zip(runs, copies, strict=True))
+            for row in run["rows"]]
     assert len({run["provenance"]["device"] for run in runs}) == 1, "one device a report"
     return {"provenance": {**runs[0]["provenance"], "copies": copies}, "rows": rows}
 
@@ -42,8 +43,9 @@ def heading(provenance: dict[str, Any]) -> str:
 
 
 def nearest(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows without stochastic rounding, those of 8-bit checkpoints left out."""
-    return [row for row in report["rows"] if not row["philox_rounds"] and row["state_dtype"] not in CODES]
+    """The rows of runs without stochastic rounding, those of 8-bit checkpoints left out."""
+    rounding = {row["run"] for row in report["rows"] if row["philox_rounds"]}
+    return [row for row in report["rows"] if row["run"] not in rounding and row["state_dtype"] not in CODES]
 
 
 def table(report: dict[str, Any]) -> str:
@@ -74,12 +76,13 @@ def short_table(report: dict[str, Any]) -> str:
 
 
 def cost_table(report: dict[str, Any]) -> str:
-    """What stochastic rounding adds to a step: a Markdown table, one line a layer, dtype and batch."""
+    """What stochastic rounding adds to a step of the same run: a Markdown table, one line a layer, dtype and batch."""
     def point(row: dict[str, Any]) -> tuple[Any, ...]:
         return row["geometry"], row["state_dtype"], row["batch"]
 
-    base = {point(row): row for row in nearest(report)}
     wide = [row for row in report["rows"] if row["state_dtype"] not in CODES]
+    with_rounding = {row["run"] for row in wide if row["philox_rounds"]}
+    base = {point(row): row for row in wide if not row["philox_rounds"] and row["run"] in with_rounding}
     rounds = sorted({row["philox_rounds"] for row in wide} - {0})
     held = {(*point(row), row["philox_rounds"]): row for row in wide}
     heads = [f"{name}, {r} rounds" for name in ("CuTe", "Triton") for r in rounds]
