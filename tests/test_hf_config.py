@@ -257,6 +257,13 @@ def test_the_state_dtype_key_is_the_familys_own() -> None:
     assert read_config({**QWEN3_8_FLAT, **both}).state_dtype == torch.float16
 
 
+@pytest.mark.parametrize(("config", "key"), [(NANO_30B, "num_nextn_predict_layers"),
+                                             (QWEN3_8_FLAT, "mtp_num_hidden_layers")])
+def test_draft_layers(config: Json, key: str) -> None:
+    found = [read_config({**config, key: value}).mtp_layers for value in (3, 0, None)]
+    assert found == [3, 0, 0], "null counts as absent"
+
+
 def test_geometry_of_gated_deltanet() -> None:
     g = read_config({**QWEN3_NEXT, "linear_num_key_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 96})
     assert g.geometry == GdnGeometry(8, 32, 64, 96)

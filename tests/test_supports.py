@@ -17,6 +17,7 @@ from replayssm_cute.registry import tuned
 from replayssm_cute.registry.models import get
 from replayssm_cute.registry.support import ModelSupport, supports_replayssm
 from replayssm_cute.types import Mamba2Geometry, Support
+from tests.test_supports_gdn import QWEN3_5
 
 Json = dict[str, Any]
 
@@ -243,7 +244,9 @@ def test_the_registry_touches_no_compiler_and_no_driver() -> None:
     code = ("import sys, torch\n"
             "from replayssm_cute.registry import devices, hf_config, models, support, tuned\n"
             "models.all_models(), tuned.clear_cache()\n"
-            f"assert support.supports_replayssm({NANO!r}, device='NVIDIA_A100')\n"
+            f"for config in ({NANO!r}, {QWEN3_5!r}):\n"
+            "    for device in ('NVIDIA_A100', 'NVIDIA_B200'):\n"
+            "        assert support.supports_replayssm(config, device=device)\n"
             "assert not torch.cuda.is_initialized()\n"
             "print([m for m in ('triton', 'cutlass', 'tvm_ffi') if m in sys.modules])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,

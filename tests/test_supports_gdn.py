@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,6 +136,8 @@ def test_where_the_cute_kernels_serve(device: str) -> None:
     assert backend(device=device) == f"decode: {FIRST}{beside}"
     assert backend(device=device, state_dtype="bfloat16") == f"decode: {FIRST}"
     assert backend(device=device, speculative_tokens=3) == f"verify of 4 tokens: {FIRST}{FOLDS}"
+    page = (Path(__file__).parents[1] / "docs" / "registry.md").read_text()
+    assert backend(device=device) in page and backend(device=device, speculative_tokens=3) in page
     assert backend(device=device, speculative_tokens=15, buffer_len=64) \
         == f"verify of 16 tokens: triton (cute: L=64 is not in 2..32){FOLDS}"
 

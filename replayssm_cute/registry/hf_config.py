@@ -110,7 +110,7 @@ def read_config(config: object) -> ModelConfig:
         conv_kernel=rules.conv(inner),
         state_dtype=_dtype(inner, rules.state_dtype) if rules.state_dtype else None,
         act_dtype=_dtype(inner, "dtype", "torch_dtype") or _dtype(outer, "dtype", "torch_dtype"),
-        mtp_layers=count({rules.mtp: 0, **inner}, rules.mtp, least=0),
+        mtp_layers=count(inner, rules.mtp, least=0) if has(inner, rules.mtp) else 0,
         name_or_path=str(outer.get("_name_or_path") or ""))
 
 
