@@ -36,7 +36,7 @@ lint: $(VENV)/ok
 # The CuTe kernels against the oldest DSL that is supported.
 test-dsl-oldest:
 	$(MAKE) VENV=$(VENV)-dsl-oldest DSL=$(OLDEST_DSL) $(VENV)-dsl-oldest/ok
-	$(VENV)-dsl-oldest/bin/python -m pytest tests/test_cute_compile.py tests/test_compile_cache.py
+	$(VENV)-dsl-oldest/bin/python -m pytest tests/test_cute_compile.py tests/test_cute_gdn_compile.py tests/test_compile_cache.py
 
 test-engine: $(ENGINE_VENV)/ok
 	$(ENGINE_VENV)/bin/python -m pytest -s tests/engine
