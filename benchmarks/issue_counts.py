@@ -88,10 +88,11 @@ def per_item(problem: Mamba2Problem, config: Mamba2Config, target: str) -> dict[
 
 def problems() -> dict[str, Mamba2Problem]:
     """What is counted, by ``speed_model.count_name``."""
-    f16, codes = torch.float16, tuple(LARGEST_CODE)
+    f16 = torch.float16
     found = [make_problem((HEADS, P, N, 1), state, L) for P, N in SHAPES for state in STATES]
     found += [make_problem((HEADS, *SHAPES[0], 1), state, L, philox_rounds=rounds)
-              for state, rounds in ((f16, 5), (f16, 10), *((code, r) for code in codes for r in (0, 5)))]
+              for states, several in ((STATES[1:], (5, 10)), (LARGEST_CODE, (0, 5)))
+              for state in states for rounds in several]
     found += [make_problem((HEADS, *SHAPES[0], 1), state, L, act=f16) for state in STATES]
     return {count_name(p.geometry, p.state_dtype, p.philox_rounds, p.act_dtype): p for p in found}
 

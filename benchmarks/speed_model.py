@@ -43,7 +43,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.report import DOCS, fill, load
+from benchmarks.report import DOCS, fill, load, nearest
 from replayssm_cute.kernels.mamba2_config import Mamba2Config, default_config
 from replayssm_cute.kernels.targets import TARGETS
 from replayssm_cute.layout import mamba2_step_bytes
@@ -61,7 +61,7 @@ SHOWN = (1, 8, 64, 256, 512)    # batches of the table
 SHOWN_OF_OPTIONS = (1, 64, 256, 512)
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 #: (checkpoint, rounds, inputs): stochastic rounding, 8-bit checkpoints, and what takes the register design.
-OPTIONS = ((f16, 5, bf16), (f16, 10, bf16),
+OPTIONS = (*((state, rounds, bf16) for state in (f16, bf16) for rounds in (5, 10)),
            *((code, rounds, bf16) for code in LARGEST_CODE for rounds in (0, 5)),
            *((state, 0, f16) for state in (f32, f16, bf16)))
 
@@ -172,11 +172,6 @@ def step_us(step: Step, device: Device, p: Parameters) -> float:
     return p.start + p.tail * flushing(step) + body
 
 
-def plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows rounded to nearest, of checkpoints that are no codes."""
-    return [row for row in rows if not row["philox_rounds"] and getattr(torch, row["state_dtype"]) not in LARGEST_CODE]
-
-
 def measured(rows: list[dict[str, Any]]) -> list[tuple[Step, float]]:
     """The steps of benchmark rows with their microseconds."""
     found = []
@@ -189,11 +184,11 @@ def measured(rows: list[dict[str, Any]]) -> list[tuple[Step, float]]:
 
 
 def calibrate(rows: list[dict[str, Any]]) -> Parameters:
-    """The parameters that predict the plain rows of ``CALIBRATION`` best.
+    """The parameters that predict the rows of ``CALIBRATION`` best.
 
     ``start`` and ``tail`` are linear and solved for, ``sharpness`` is searched.
     """
-    chosen = [row for row in plain(rows) if row["geometry"] == CALIBRATION]
+    chosen = [row for row in rows if row["geometry"] == CALIBRATION]
     points, device = measured(chosen), DEVICES["H200"]
     copy_share = float(np.median([row["copy_gbps"] for row in chosen])) / (1000 * device.hbm_tbs)
     us = np.array([time for _, time in points])
@@ -240,21 +235,21 @@ def markdown(columns: tuple[str, ...], lines: list[list[str]]) -> str:
 RESULTS = ("H200 measured", "H200 model", "error", "B200 predicted", "B300 predicted")
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(report: dict[str, Any]) -> str:
     """A Markdown table: measured and predicted on the H200, predicted elsewhere."""
-    p = calibrate(rows)
+    p = calibrate(nearest(report))
     head = (f"Microseconds; in brackets what memory, issue, shared memory and latency alone would take. Calibrated on "
             f"{CALIBRATION}: start {p.start:.2f} us, tail {p.tail:.2f} us, p = {p.sharpness:.2f}; a copy reaches "
             f"{100 * p.copy_share:.1f}% of the HBM's bandwidth.")
     lines = [[str(step.geometry), name_of(step.state_dtype), str(step.batch), *cells(step, us, p)]
-             for step, us in measured(plain(rows)) if step.batch in SHOWN]
+             for step, us in measured(nearest(report)) if step.batch in SHOWN]
     return f"{head}\n\n{markdown(('layer', 'state', 'batch', *RESULTS), lines)}"
 
 
-def option_table(rows: list[dict[str, Any]]) -> str:
+def option_table(report: dict[str, Any]) -> str:
     """The same of ``OPTIONS`` on the calibration's layer, where they were measured or not."""
-    p, lines = calibrate(rows), []
-    of_layer = [found for found in measured(rows) if str(found[0].geometry) == CALIBRATION]
+    p, lines = calibrate(nearest(report)), []
+    of_layer = [found for found in measured(report["rows"]) if str(found[0].geometry) == CALIBRATION]
     for state, rounds, act in OPTIONS:
         for batch in SHOWN_OF_OPTIONS:
             bare = Step(parse_geometry(CALIBRATION), 16, state, batch, Mamba2Config("", 0, 0), rounds, act)
@@ -267,9 +262,9 @@ def option_table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    rows = load(sys.argv[1:])["rows"]
-    fill(DOCS / "performance.md", "<!-- model -->", table(rows))
-    fill(DOCS / "performance.md", "<!-- model of options -->", option_table(rows))
+    report = load(sys.argv[1:])
+    fill(DOCS / "performance.md", "<!-- model -->", table(report))
+    fill(DOCS / "performance.md", "<!-- model of options -->", option_table(report))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.report import load
+from benchmarks.report import load, nearest
 from benchmarks.speed_model import (
     CALIBRATION,
     DEVICES,
@@ -26,7 +26,6 @@ from benchmarks.speed_model import (
     limits_us,
     measured,
     option_table,
-    plain,
     step_us,
 )
 from replayssm_cute.kernels.mamba2_config import Mamba2Config
@@ -37,8 +36,13 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200"
 
 
 @functools.cache
+def report() -> dict[str, Any]:
+    return load([str(path) for path in sorted(RESULTS.glob("*.json"))])
+
+
 def rows() -> list[dict[str, Any]]:
-    return load([str(RESULTS / f"{name}.json") for name in ("nano", "others", "rounding")])["rows"]
+    """Rounded to nearest, of checkpoints that are no codes."""
+    return nearest(report())
 
 
 @functools.cache
@@ -48,7 +52,7 @@ def parameters() -> Parameters:
 
 def errors(geometry: str | None = None, least: int = 64) -> list[float]:
     """Relative errors of the prediction from a batch on, of one geometry or of those that were not calibrated on."""
-    chosen = [row for row in plain(rows()) if row["batch"] >= least and
+    chosen = [row for row in rows() if row["batch"] >= least and
               (row["geometry"] == geometry if geometry else row["geometry"] != CALIBRATION)]
     return [step_us(step, DEVICES["H200"], parameters()) / us - 1 for step, us in measured(chosen)]
 
@@ -62,9 +66,19 @@ def test_large_batches_are_predicted_within_15_percent(geometry: str | None) -> 
 
 @pytest.mark.parametrize("rounds", [5, 10])
 def test_stochastic_rounding_is_predicted_within_5_percent(rounds: int) -> None:
-    steps = measured([row for row in rows() if row["philox_rounds"] == rounds])
-    assert len(steps) >= 4 and {step.philox_rounds for step, _ in steps} == {rounds}
+    steps = measured([row for row in report()["rows"] if row["philox_rounds"] == rounds
+                      and row["state_dtype"] in ("float16", "bfloat16")])
+    assert len(steps) >= 8 and {step.philox_rounds for step, _ in steps} == {rounds}
     assert max(abs(step_us(step, DEVICES["H200"], parameters()) / us - 1) for step, us in steps) < 0.05
+
+
+@pytest.mark.parametrize("state", ["int8", "float8_e4m3fn"])
+def test_eight_bit_checkpoints_take_longer_than_predicted(state: str) -> None:
+    """By 16 to 41%: the model was stated before they were measured, and knows only bytes and counts."""
+    steps = measured([row for row in report()["rows"] if row["state_dtype"] == state and row["batch"] >= 64])
+    assert len(steps) >= 4
+    ratios = [us / step_us(step, DEVICES["H200"], parameters()) for step, us in steps]
+    assert min(ratios) > 1.05 and max(ratios) < 1.45
 
 
 @pytest.mark.parametrize(("state", "batch", "us"), [
@@ -77,10 +91,9 @@ def test_the_register_design_is_predicted_within_15_percent(state: torch.dtype, 
     assert step_us(step, DEVICES["H200"], parameters()) == pytest.approx(us, rel=0.15)
 
 
-def test_calibration_reads_plain_rows_of_one_geometry_only() -> None:
+def test_calibration_reads_one_geometry_only() -> None:
     others = [{**row, "backends": {"cute": {**row["backends"]["cute"], "us": 1.0}}} if row["geometry"] != CALIBRATION
-              or row["philox_rounds"] else row for row in rows()]
-    others += [{**others[0], "state_dtype": "int8"}]
+              else row for row in rows()]
     assert calibrate(others) == parameters()
 
 
@@ -111,9 +124,10 @@ def test_the_limits_follow_from_the_step() -> None:
 
 
 def test_every_option_has_its_prediction() -> None:
-    lines = option_table(rows()).splitlines()[2:]
+    lines = option_table(report()).splitlines()[2:]
     assert len(lines) == len(OPTIONS) * len(SHOWN_OF_OPTIONS)
-    assert sum("not measured" not in line for line in lines) == 6       # SR at batches 64, 256 and 512
+    # Stochastic rounding from batch 64 on, codes at 64 and 256.
+    assert sum("not measured" not in line for line in lines) == 4 * 3 + 4 * 2
 
 
 @pytest.mark.parametrize("device", ["B200", "B300"])
