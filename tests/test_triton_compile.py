@@ -39,7 +39,9 @@ def test_compiles_without_spilling(target: str) -> None:
         for kernel in ("replay", "step"):
             if kernel in row:
                 # 16 bytes of stack: N = 256 in fp32, where the limit of 128 registers is worth it (default_config).
-                allowed = 16 if "x256" in row["label"] and kernel == "replay" else 0
+                # 24 bytes: stochastic rounding for sm_100 by Triton 3.9 (3.6: none), where CuTe serves.
+                allowed = 16 if "x256" in row["label"] and kernel == "replay" else \
+                    24 if target == "sm_100" and "float16, stochastic" in row["label"] else 0
                 assert row[kernel]["spilled"] <= allowed, row
                 assert row[kernel]["shared"] <= 4096, "partial sums only, never a state"
 
@@ -56,8 +58,7 @@ def test_small_states_leave_room_for_bytes_in_flight() -> None:
     """Registers bound how many programs a multiprocessor holds: at least 80 KB of state must fit."""
     for row in compiled("sm_90"):
         if "64x128 L16" in row["label"]:
-            programs = 65536 // (row["threads"] * -(-row["replay"]["registers"] // 8) * 8)
-            assert programs * row["state_bytes"] >= 80 * 1024, row
+            assert resident(row) * row["state_bytes"] >= 80 * 1024, row
 
 
 def test_stochastic_rounding_keeps_as_many_programs_resident() -> None:
@@ -65,8 +66,12 @@ def test_stochastic_rounding_keeps_as_many_programs_resident() -> None:
     rows = {row["label"]: row for row in compiled("sm_90")}
     for label in ("64x128 L16 float16", "64x128 L16 bfloat16"):
         plain, rounded = rows[label], rows[f"{label}, stochastic"]
-        assert rounded["threads"] == plain["threads"]
-        assert rounded["replay"]["registers"] <= -(-plain["replay"]["registers"] // 8) * 8, (plain, rounded)
+        assert resident(rounded) >= resident(plain), (plain, rounded)
+
+
+def resident(row: dict[str, Any]) -> int:
+    """Programs that a multiprocessor holds by their registers."""
+    return 65536 // (row["threads"] * -(-row["replay"]["registers"] // 8) * 8)
 
 
 def test_a_prepared_step_never_compiles_again() -> None:
