@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -47,11 +48,12 @@ def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 def started(out: Path, *arguments: str, **fake: Any) -> subprocess.Popen[str]:
-    """The same as a process, which can be killed."""
+    """The same as a process, which can be killed, and interrupted even where the tests run in the background."""
     paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     return subprocess.Popen([*FAKE, "run", *NANO, "--out", str(out), *arguments], cwd=ROOT, text=True,
                             env={**os.environ, "PYTHONPATH": paths, "TUNE_FAKE": json.dumps(fake)},
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL))
 
 
 def rows(folder: Path) -> dict[int, tuned.TunedRow]:
@@ -170,7 +172,7 @@ def test_interrupted_it_says_so_and_takes_its_processes_along(tmp_path: Path) ->
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=20)[0]
     assert process.returncode == 130 and "interrupted; what was measured is kept" in said
     lab = int(log.read_text().splitlines()[-1].split()[0])
     with pytest.raises(ProcessLookupError):
