@@ -11,8 +11,8 @@ from torch import Tensor
 from replayssm_cute.gdn_layout import RAW_NAMES, RING_NAMES, GdnPool, allocate_gdn_pool, gdn_state_bytes
 from replayssm_cute.gdn_types import GdnGeometry, GdnProblem
 from replayssm_cute.gdn_validate import decode_problem, verify_problem
+from replayssm_tune.workload import COLD_BYTES
 
-COLD_BYTES = 250e6      # checkpoint bytes of all pools together: four times the L2 of an H200
 ACCEPTED = 3            # tokens of every window
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fallback_triton.config import LaunchConfig
 from fallback_triton.mamba2_config import MAX_REGISTERS, MAX_STATE_PER_THREAD, next_power_of_two, tile_columns
 from replayssm_cute.gdn_types import GdnFoldProblem, GdnGeometry, GdnProblem
+from replayssm_cute.launch_config import LaunchConfig
 from replayssm_cute.rounding import elements_per_call
 from replayssm_cute.types import SUPPORTED, Support
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fallback_triton.config import LaunchConfig
+from replayssm_cute.launch_config import LaunchConfig
 from replayssm_cute.rounding import elements_per_call
 from replayssm_cute.types import SUPPORTED, Mamba2Geometry, Mamba2Problem, Support
 

@@ -413,3 +413,14 @@ def check_step(case: Case, step: Callable[[Case], object], truncating: bool = Fa
     before = case.clone()
     step(case)
     return check(before, case, truncating)
+
+
+def make_exact(case: Case) -> None:
+    """Give a decode case without decay (``raw_gates``) inputs of four bits and beta = 1: its fp32 sums are exact."""
+    gen = torch.Generator().manual_seed(2)
+    for name in ("q", "k", "v", "d_cache", "k_cache", "state"):
+        buffer, old = case.buffers[name], case.buffers[name].float()
+        values = torch.randint(-7, 8, old.shape, generator=gen) * 2.0 ** torch.randint(-3, 3, old.shape, generator=gen)
+        buffer.copy_(torch.where(old.isnan(), old, values))
+    case["b"].fill_(200.0)
+    case.buffers["g_cache"].copy_(torch.where(case.buffers["g_cache"].isnan(), case.buffers["g_cache"], -0.0))

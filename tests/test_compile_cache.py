@@ -20,11 +20,11 @@ from replayssm_cute.kernels import mamba2
 from replayssm_cute.kernels.mamba2_config import default_config
 from replayssm_cute.kernels.targets import TARGETS
 
-build, built = mamba2._build, []
+kernel, built = mamba2._kernel, []
 def counted(*args):
     built.append(args)
-    return build(*args)
-mamba2._build = counted
+    return kernel(*args)
+mamba2._kernel = counted
 for state in map(lambda n: getattr(torch, n), sys.argv[1].split(",")):
     problem = make_problem((14, 64, 128, 1), state)
     step = mamba2.compile_mamba2(problem, default_config(problem, 1, TARGETS["sm_90a"]), "sm_90a", 132)

@@ -51,7 +51,7 @@ def test_what_cute_refuses_is_served_by_the_next(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gdn_dispatch, "backend_module", lambda n: module(n) if n == "cute" else Fake())
     monkeypatch.setattr(gdn_dispatch.archs, "of", lambda device: gpu(9, 0))
     monkeypatch.setattr(gdn_cute, "prepare", Fake().prepare)
-    monkeypatch.setattr(gdn_cute, "_installed", lambda: SUPPORTED)
+    monkeypatch.setattr(gdn_cute, "installed", lambda: SUPPORTED)
     assert gdn_dispatch.prepare(DECODE, "cpu").backend == "cute"
     assert gdn_dispatch.prepare(replace(DECODE, act_dtype=F16), "cpu").backend == "triton"
     assert gdn_dispatch.prepare(FOLD, "cpu").backend == "triton"
@@ -64,18 +64,18 @@ def test_what_cute_refuses_is_served_by_the_next(monkeypatch: pytest.MonkeyPatch
     (replace(DECODE, state_align=4), "aligned"), (replace(DECODE, buffer_len=64), "L=64"),
     (replace(DECODE, buffer_len=1), "L=1"), (FOLD, "no kernel for folds")], ids=str)
 def test_refusals_say_why(problem: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gdn_cute, "_installed", lambda: SUPPORTED)
+    monkeypatch.setattr(gdn_cute, "installed", lambda: SUPPORTED)
     assert reason in gdn_cute.supports(problem, gpu(9, 0)).reason
     assert "9.0, 10.0 and 10.3" in gdn_cute.supports(problem, gpu(8, 0)).reason
 
 
 def test_without_the_dsl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cute.importlib.util, "find_spec", lambda name: None)
-    cute._installed.cache_clear()
+    cute.installed.cache_clear()
     try:
         assert "not installed" in gdn_cute.supports(DECODE, gpu(10, 0)).reason
     finally:
-        cute._installed.cache_clear()
+        cute.installed.cache_clear()
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=lambda t: t.name)

@@ -15,7 +15,7 @@ from replayssm_cute.kernels.gdn_order import SORTED_ROWS
 from replayssm_cute.reference import gdn
 from replayssm_cute.rounding import seed_state
 from tests.cases import View, bits
-from tests.gdn_cases import POOLS, Case, check, make_case
+from tests.gdn_cases import POOLS, Case, check, make_case, make_exact
 from tests.gdn_chain import Chain, Shape, acceptance, reference_commit, reference_reset
 from tests.ptx import gdn_recurrence
 from tests.ptx.gdn_kernels import NAMES, SPECS, kernel
@@ -184,13 +184,7 @@ def chain_case(chain: Chain, inputs: dict[str, Tensor]) -> Case:
 def test_stored_states_are_those_of_the_specification(name: str, target: str, first_slot: int) -> None:
     """The bits of the PyTorch form, on flushes whose fp32 sums are exact but need more bits than are stored."""
     case = case_of(name, cursors=[(3, 0, True), (1, 0, False), (15, 0, True), (0, 0, True)], raw_gates=(-120.0,))
-    gen = torch.Generator().manual_seed(2)
-    for argument in ("q", "k", "v", "d_cache", "k_cache", "state"):
-        buffer, old = case.buffers[argument], case.buffers[argument].float()
-        values = torch.randint(-7, 8, old.shape, generator=gen) * 2.0 ** torch.randint(-3, 3, old.shape, generator=gen)
-        buffer.copy_(torch.where(old.isnan(), old, values))
-    case["b"].fill_(200.0)
-    case.buffers["g_cache"].copy_(torch.where(case.buffers["g_cache"].isnan(), case.buffers["g_cache"], -0.0))
+    make_exact(case)
     after, want = step(name, target, case, first_slot=first_slot), case.clone()
     seed = seed_state(SEED, "cpu", step=STEP, first_head=1, total_heads=5)
     if first_slot == 0:

@@ -23,7 +23,7 @@ from replayssm_cute.gdn_types import GdnGeometry, GdnProblem
 from replayssm_cute.reference import gdn, gdn_spec
 from replayssm_cute.rounding import seed_state
 from tests.cases import bits
-from tests.gdn_cases import Case, check_step, make_case, problem_of
+from tests.gdn_cases import Case, check_step, make_case, make_exact, problem_of
 from tests.gdn_chain import NULL, Chain, Shape, acceptance, reference_reset
 from tests.interpreter import interpreted_import
 
@@ -66,13 +66,7 @@ def exact_case(state: torch.dtype, **options: Any) -> Case:
     narrow state has, and fewer than fp32's.
     """
     case = make_case(state=state, act=F32, ratio=1, l2norm=False, raw_gates=(-120.0,), **options)
-    gen = torch.Generator().manual_seed(2)
-    for name in ("q", "k", "v", "d_cache", "k_cache", "state"):
-        buffer, old = case.buffers[name], case.buffers[name].float()
-        values = torch.randint(-7, 8, old.shape, generator=gen) * 2.0 ** torch.randint(-3, 3, old.shape, generator=gen)
-        buffer.copy_(torch.where(old.isnan(), old, values))
-    case["b"].fill_(200.0)
-    case.buffers["g_cache"].copy_(torch.where(case.buffers["g_cache"].isnan(), case.buffers["g_cache"], -0.0))
+    make_exact(case)
     return case
 
 

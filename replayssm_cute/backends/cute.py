@@ -19,7 +19,7 @@ SELF_CHECKING = True
 
 
 @functools.cache
-def _installed() -> Support:
+def installed() -> Support:
     """Whether the DSL and its calling convention are installed; imports neither."""
     for module, package in (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi")):
         if importlib.util.find_spec(module) is None:
@@ -31,8 +31,8 @@ def supports(problem: Mamba2Problem, arch: Arch) -> Support:
     target = for_capability(arch.capability) if arch.kind == "cuda" else None
     if target is None:
         return Support(False, f"the kernels are built for 9.0, 10.0 and 10.3, not for {arch}")
-    if not _installed():
-        return _installed()
+    if not installed():
+        return installed()
     if default_config(problem, 1, target) is None:
         return validate(problem, ranked(problem, 1, target)[-1], target)  # the least demanding one has the reason
     return SUPPORTED

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from replayssm_cute.arch import Arch
-from replayssm_cute.backends.cute import _installed
+from replayssm_cute.backends.cute import installed
 from replayssm_cute.gdn_dispatch import Problem
 from replayssm_cute.gdn_types import GdnFoldProblem, GdnProblem
 from replayssm_cute.kernels.gdn_config import GdnConfig, heuristic, ranked, validate
@@ -21,8 +21,8 @@ def supports(problem: Problem, arch: Arch) -> Support:
         return Support(False, f"the kernels are built for 9.0, 10.0 and 10.3, not for {arch}")
     if isinstance(problem, GdnFoldProblem):
         return Support(False, "there is no kernel for folds outside of a step")
-    if not _installed():
-        return _installed()
+    if not installed():
+        return installed()
     if heuristic(problem, 1, target) is None:
         return validate(problem, ranked(problem, 1, target)[-1], target)  # the least demanding one has the reason
     return SUPPORTED

@@ -1,14 +1,11 @@
 """Compile the Gated DeltaNet kernels: no tensors, no GPU, the arguments are the cache key."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from replayssm_cute import compile_cache
 from replayssm_cute.errors import UnsupportedError
 from replayssm_cute.gdn_types import GdnProblem
+from replayssm_cute.kernels.building import compiled
 from replayssm_cute.kernels.gdn_config import GdnConfig, validate
 from replayssm_cute.kernels.targets import TARGETS
 
@@ -32,27 +29,18 @@ def compile_gdn(problem: GdnProblem, config: GdnConfig, target: str, sms: int, o
     support = validate(problem, config, TARGETS[target])
     if not support:
         raise UnsupportedError(f"{config.design} kernel", support.reason)
-    if options:
-        return _build(problem, config, target, sms, options)
-    return compile_cache.get(target, (problem.op, problem, config, sms),
-                             lambda: _build(problem, config, target, sms, ""))
+    return compiled((problem.op, problem, config, sms), lambda: _kernel(problem, config, target, sms), target, options)
 
 
-def _build(problem: GdnProblem, config: GdnConfig, target: str, sms: int, options: str) -> Any:
-    if not torch.cuda.is_available():
-        # Without a GPU the DSL takes its architecture from the environment, at its first import.
-        os.environ.setdefault("CUTE_DSL_ARCH", target)
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_stream
-
+def _kernel(problem: GdnProblem, config: GdnConfig, target: str, sms: int) -> tuple[Any, list[object]]:
+    """The kernel and its fake arguments."""
     from replayssm_cute.kernels.gdn_register import GdnRegisterKernel
     from replayssm_cute.kernels.gdn_staged import GdnStagedKernel
     from replayssm_cute.kernels.gdn_tile import fake_arguments
 
     kernel: Any = GdnStagedKernel(problem, config, TARGETS[target], sms) if config.design == "staged" else \
         GdnRegisterKernel(problem, config, TARGETS[target])
-    return cute.compile(kernel, *fake_arguments(problem), make_fake_stream(use_tvm_ffi_env_stream=True),
-                        options=f"--enable-tvm-ffi --gpu-arch={target} {options}".strip())
+    return kernel, fake_arguments(problem)
 
 
 def in_order(spec: bool, args: tuple[Any, ...]) -> tuple[Any, ...]:

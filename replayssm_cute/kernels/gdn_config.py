@@ -12,14 +12,13 @@ changes a bit, and the batch may decide.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from replayssm_cute.errors import ArgumentError
 from replayssm_cute.gdn_types import GdnProblem
 from replayssm_cute.kernels.targets import REGISTERS_PER_SM, SMEM_PER_CTA, Target
+from replayssm_cute.launch_config import LaunchConfig
 from replayssm_cute.types import SUPPORTED, Support
 
 HEAD_SIZE = 128          # K and V that the kernels take
@@ -29,7 +28,7 @@ REGISTER_ITEMS = 128     # heads of a batch up to which the register design is f
 
 
 @dataclass(frozen=True)
-class GdnConfig:
+class GdnConfig(LaunchConfig):
     """Launch choices of one compiled kernel.
 
     Attributes:
@@ -54,18 +53,6 @@ class GdnConfig:
     def warps(self) -> int:
         """Compute warps of a CTA."""
         return self.tile_v // (8 * self.rows)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> GdnConfig:
-        """Raises ArgumentError on unknown keys or values of another type."""
-        known = {f.name: f.type for f in fields(cls)}
-        for key, value in values.items():
-            if key not in known or type(value).__name__ != known[key]:
-                raise ArgumentError(f"config[{key!r}]", f"one of {known}", repr(value))
-        return cls(**values)
 
 
 def max_records(problem: GdnProblem) -> int:

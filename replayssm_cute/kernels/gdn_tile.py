@@ -15,6 +15,7 @@ from cutlass import Float32, Int32, Uint32
 
 from replayssm_cute.gdn_types import GdnProblem
 from replayssm_cute.kernels import rounding
+from replayssm_cute.kernels.building import fake_rows
 from replayssm_cute.kernels.gdn_config import GdnConfig, max_records
 from replayssm_cute.kernels.mamba2_tile import CUTE_DTYPES, SEED_WORDS
 from replayssm_cute.kernels.targets import Target
@@ -85,21 +86,12 @@ class GdnTile:
 
     def rounded(self, values, dice, call):
         """A fragment of the state's dtype from W Float32; ``call``: the generator's for these 16 bytes."""
-        if dice is not None:
-            return rounding.round_eight(values, dice.words(call), self.state_dtype, self.hardware_rounding)
-        exact, out = self.fragment(Float32, self.W), self.fragment(self.state_dtype, self.W)
-        for e in range(self.W):
-            exact[e] = values[e]
-        out.store(exact.load().to(self.state_dtype))
-        return out
+        words = None if dice is None else dice.words(call)
+        return rounding.stored(values, words, self.state_dtype, self.hardware_rounding)
 
     def narrowed(self, values):
         """Values as a fragment of the inputs' dtype."""
-        exact, out = self.fragment(Float32, len(values)), self.fragment(self.act_dtype, len(values))
-        for i, value in enumerate(values):
-            exact[i] = value
-        out.store(exact.load().to(self.act_dtype))
-        return out
+        return rounding.nearest(values, self.act_dtype)
 
     def zero_window(self):
         """Fragments of z (one a tile of tokens) and of v, zeros."""
@@ -148,30 +140,22 @@ def fake_arguments(problem: GdnProblem) -> list[object]:
     rings = cute.sym_int() if spec else slots
     state, act, ring = (CUTE_DTYPES[d] for d in (problem.state_dtype, problem.act_dtype, problem.ring_dtype))
 
-    def rows(dtype, *shape, first, align):
-        dense, size = [], 1
-        for n in reversed(shape):
-            dense.insert(0, size)
-            size *= n
-        step = cute.sym_int64(divisibility=max(1, align * 8 // dtype.width))
-        return fake(dtype, (first, *shape), (step, *dense), assumed_align=align)
-
     def vector(dtype, size=None):
         return None if dtype is None else fake(CUTE_DTYPES[dtype], (size or cute.sym_int(),), (1,))
 
     def ring_rows(dtype, *shape, there=True):
-        return rows(dtype, *shape, first=rings, align=16 if dtype is not Float32 else 4) if there else None
+        return fake_rows(dtype, *shape, first=rings, align=16 if dtype is not Float32 else 4) if there else None
 
     a, b, A_log, dt_bias = problem.gate_dtypes
     i32 = torch.int32
     return [
-        rows(state, HV, V, K, first=slots, align=16), rows(act, Hk, K, first=tokens, align=16),
-        rows(act, Hk, K, first=tokens, align=16), rows(act, HV, V, first=tokens, align=16),
-        rows(CUTE_DTYPES[a], HV, first=tokens, align=a.itemsize),
-        rows(CUTE_DTYPES[b], HV, first=tokens, align=b.itemsize),
+        fake_rows(state, HV, V, K, first=slots, align=16), fake_rows(act, Hk, K, first=tokens, align=16),
+        fake_rows(act, Hk, K, first=tokens, align=16), fake_rows(act, HV, V, first=tokens, align=16),
+        fake_rows(CUTE_DTYPES[a], HV, first=tokens, align=a.itemsize),
+        fake_rows(CUTE_DTYPES[b], HV, first=tokens, align=b.itemsize),
         vector(A_log), vector(dt_bias), ring_rows(ring, HV, L, V), ring_rows(ring, Hk, L, K), ring_rows(Float32, HV, L),
         ring_rows(act, HV, L, V, there=exact), ring_rows(act, Hk, L, K, there=exact),
         ring_rows(Float32, HV, L, there=exact),
-        rows(act, HV, V, first=tokens, align=16), vector(i32) if spec else None, vector(problem.index_dtype),
+        fake_rows(act, HV, V, first=tokens, align=16), vector(i32) if spec else None, vector(problem.index_dtype),
         vector(problem.key_dtype) if spec else None, vector(i32), vector(i32) if spec else None,
         vector(problem.flag_dtype), Int32(0), vector(torch.int64, SEED_WORDS) if problem.philox_rounds else None]

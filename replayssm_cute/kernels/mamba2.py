@@ -1,13 +1,10 @@
 """Compile the Mamba2 replay kernels: no tensors, no GPU, the arguments are the cache key."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from replayssm_cute import compile_cache
 from replayssm_cute.errors import UnsupportedError
+from replayssm_cute.kernels.building import compiled
 from replayssm_cute.kernels.mamba2_config import Mamba2Config, validate
 from replayssm_cute.kernels.targets import TARGETS
 from replayssm_cute.rounding import LARGEST_CODE
@@ -34,19 +31,12 @@ def compile_mamba2(problem: Mamba2Problem, config: Mamba2Config, target: str, sm
     support = validate(problem, config, TARGETS[target])
     if not support:
         raise UnsupportedError(f"{config.design} kernel", support.reason)
-    if options:
-        return _build(problem, config, target, sms, options)
-    return compile_cache.get(target, ("mamba2_decode", problem, config, sms),
-                             lambda: _build(problem, config, target, sms, ""))
+    return compiled(("mamba2_decode", problem, config, sms), lambda: _kernel(problem, config, target, sms), target,
+                    options)
 
 
-def _build(problem: Mamba2Problem, config: Mamba2Config, target: str, sms: int, options: str) -> Any:
-    if not torch.cuda.is_available():
-        # Without a GPU the DSL takes its architecture from the environment, at its first import.
-        os.environ.setdefault("CUTE_DSL_ARCH", target)
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_stream
-
+def _kernel(problem: Mamba2Problem, config: Mamba2Config, target: str, sms: int) -> tuple[Any, list[object]]:
+    """The kernel and its fake arguments."""
     from replayssm_cute.kernels.mamba2_bulk import Mamba2BulkKernel, Mamba2CodedKernel
     from replayssm_cute.kernels.mamba2_register import Mamba2RegisterKernel
     from replayssm_cute.kernels.mamba2_tile import fake_arguments
@@ -56,5 +46,4 @@ def _build(problem: Mamba2Problem, config: Mamba2Config, target: str, sms: int, 
         kernel: Any = bulk(problem, config, TARGETS[target], sms)
     else:
         kernel = Mamba2RegisterKernel(problem, config, TARGETS[target])
-    return cute.compile(kernel, *fake_arguments(problem), make_fake_stream(use_tvm_ffi_env_stream=True),
-                        options=f"--enable-tvm-ffi --gpu-arch={target} {options}".strip())
+    return kernel, fake_arguments(problem)

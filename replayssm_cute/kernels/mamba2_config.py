@@ -14,13 +14,12 @@ whatever stands beside it. Within the bulk design no choice changes a bit.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from replayssm_cute.errors import ArgumentError
 from replayssm_cute.kernels.targets import REGISTERS_PER_SM, SMEM_PER_CTA, Target
+from replayssm_cute.launch_config import LaunchConfig
 from replayssm_cute.rounding import LARGEST_CODE
 from replayssm_cute.types import SUPPORTED, Mamba2Problem, Support
 
@@ -30,7 +29,7 @@ MAX_TILE = 80 * 128             # state elements of a tile: a stage of 40 KB in 
 
 
 @dataclass(frozen=True)
-class Mamba2Config:
+class Mamba2Config(LaunchConfig):
     """Launch choices of one compiled Mamba2 replay kernel.
 
     Attributes:
@@ -56,18 +55,6 @@ class Mamba2Config:
     evict_first: bool = False
     pdl: bool = False
     prefetch: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Mamba2Config:
-        """Raises ArgumentError on unknown keys or values of another type."""
-        known = {f.name: f.type for f in fields(cls)}
-        for key, value in values.items():
-            if key not in known or type(value).__name__ != known[key]:
-                raise ArgumentError(f"config[{key!r}]", f"one of {known}", repr(value))
-        return cls(**values)
 
 
 def state_vector(problem: Mamba2Problem, config: Mamba2Config) -> int:

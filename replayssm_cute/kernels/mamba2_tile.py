@@ -10,6 +10,7 @@ import torch
 from cutlass import Float32, const_expr
 
 from replayssm_cute.kernels import device, rounding
+from replayssm_cute.kernels.building import fake_rows
 from replayssm_cute.kernels.mamba2_config import LANES, Mamba2Config, state_vector
 from replayssm_cute.kernels.targets import Target
 from replayssm_cute.rounding import LARGEST_CODE
@@ -98,13 +99,7 @@ class ReplayTile:
 
     def rounded(self, eight, words):
         """Eight fp32 values as a fragment of the state's type; ``words`` of the generator, None rounds to nearest."""
-        if words is not None:
-            return rounding.round_eight(eight, words, self.state_dtype, self.hardware_rounding)
-        exact, out = cute.make_rmem_tensor((8,), Float32), cute.make_rmem_tensor((8,), self.state_dtype)
-        for k in range(8):
-            exact[k] = eight[k]
-        out.store(exact.load().to(self.state_dtype))
-        return out
+        return rounding.stored(eight, words, self.state_dtype, self.hardware_rounding)
 
     def finish(self, y, x, D, z):
         """y + D x, times silu(z); Nones are left out."""
@@ -128,14 +123,6 @@ def fake_arguments(problem: Mamba2Problem) -> list[object]:
     batch, slots = cute.sym_int(), cute.sym_int()
     state, act = CUTE_DTYPES[problem.state_dtype], CUTE_DTYPES[problem.act_dtype]
 
-    def rows(dtype, *shape, first, align):
-        dense, size = [], 1
-        for n in reversed(shape):
-            dense.insert(0, size)
-            size *= n
-        step = cute.sym_int64(divisibility=max(1, align * 8 // dtype.width))
-        return fake(dtype, (first, *shape), (step, *dense), assumed_align=align)
-
     def tied(dtype, *shape, first=None):
         head = () if first is None else (first,)
         strides = tuple(cute.sym_int64() for _ in (*head, 0)) + (0,) * (len(shape) - 1)
@@ -145,24 +132,24 @@ def fake_arguments(problem: Mamba2Problem) -> list[object]:
     if problem.D_dtype is not None:
         D = tied(problem.D_dtype, H, P) if problem.D_tied else \
             fake(CUTE_DTYPES[problem.D_dtype], (H, P), (cute.sym_int64(), 1))
-    x = rows(act, H, P, first=batch, align=16)
+    x = fake_rows(act, H, P, first=batch, align=16)
     index = CUTE_DTYPES[problem.index_dtype]
     indices = fake(index, tuple(cute.sym_int() for _ in range(problem.index_ndim)),
                    tuple(cute.sym_int64() for _ in range(problem.index_ndim)))
     return [
-        rows(state, H, P, N, first=slots, align=problem.state_align), x,
+        fake_rows(state, H, P, N, first=slots, align=problem.state_align), x,
         tied(problem.dt_dtype, H, P, first=batch), tied(torch.float32, H, P, N),
-        rows(act, G, N, first=batch, align=16), rows(act, G, N, first=batch, align=16), D,
+        fake_rows(act, G, N, first=batch, align=16), fake_rows(act, G, N, first=batch, align=16), D,
         None if problem.dt_bias_dtype is None else tied(problem.dt_bias_dtype, H, P),
-        rows(act, H, P, first=batch, align=16) if problem.has_z else None,
-        rows(act, H, L, P, first=slots, align=16),
-        rows(cutlass.Float32, H, L, first=slots, align=max(4, problem.dt_align)),
-        rows(act, G, L, N, first=slots, align=16),
+        fake_rows(act, H, P, first=batch, align=16) if problem.has_z else None,
+        fake_rows(act, H, L, P, first=slots, align=16),
+        fake_rows(cutlass.Float32, H, L, first=slots, align=max(4, problem.dt_align)),
+        fake_rows(act, G, L, N, first=slots, align=16),
         fake(cutlass.Int32, (cute.sym_int(),), (1,)),
         fake(CUTE_DTYPES[problem.flush_dtype], (cute.sym_int(),), (1,)),
-        indices, cutlass.Int32(0), rows(act, H, P, first=batch, align=16),
+        indices, cutlass.Int32(0), fake_rows(act, H, P, first=batch, align=16),
         fake(cutlass.Int64, (SEED_WORDS,), (1,)) if problem.philox_rounds else None,
-        *([rows(cutlass.Float32, H, P, first=slots, align=16)] if problem.state_dtype in LARGEST_CODE else [])]
+        *([fake_rows(cutlass.Float32, H, P, first=slots, align=16)] if problem.state_dtype in LARGEST_CODE else [])]
 
 
 def load_scalars(mDt, mDtBias, mA, b, h):

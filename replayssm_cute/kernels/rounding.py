@@ -52,6 +52,20 @@ def philox4x32(low, high, key, rounds):
     return c
 
 
+def stored(values, words, dtype, hardware):
+    """Float32 values as a fragment of the state's type, eight of them under four random words; None: to nearest."""
+    return nearest(values, dtype) if words is None else round_eight(values, words, dtype, hardware)
+
+
+def nearest(values, dtype):
+    """Float32 values, rounded to nearest, as a fragment."""
+    exact, out = (cute.make_rmem_tensor((len(values),), kind) for kind in (Float32, dtype))
+    for i, value in enumerate(values):
+        exact[i] = value
+    out.store(exact.load().to(dtype))
+    return out
+
+
 def round_eight(values, words, dtype, hardware):
     """Eight Float32 under four words -> fragment of eight fp16 or bf16."""
     out = cute.make_rmem_tensor((8,), dtype)

@@ -20,7 +20,7 @@ from replayssm_cute.kernels.gdn_config import GdnConfig
 from replayssm_cute.kernels.targets import TARGETS
 from tests.ptx.code import load
 from tests.ptx.gdn_launch import Kernel
-from tests.ptx.kernels import compiled_folder, shared_memory
+from tests.ptx.kernels import build_all, compiled_folder, shared_memory
 
 f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -114,14 +114,5 @@ def build(name: str, target: str) -> dict[str, object]:
     return {"ptx": text.rstrip("\0"), "shared_bytes": shared_memory(str(compiled.ir_module))}
 
 
-def main(target: str, folder: Path) -> None:
-    for name in NAMES[target]:
-        try:
-            result = build(name, target)
-        except Exception as error:
-            result = {"error": str(error)}
-        (folder / f"{name}.json").write_text(json.dumps(result))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    build_all(NAMES[sys.argv[1]], build, sys.argv[1], Path(sys.argv[2]))

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -165,8 +166,9 @@ def build(name: str, target: str) -> dict[str, object]:
     return {"ptx": text.rstrip("\0"), "shared_bytes": shared_memory(str(compiled.ir_module))}
 
 
-def main(target: str, folder: Path) -> None:
-    for name in NAMES + CODED_NAMES:
+def build_all(names: Iterable[str], build: Callable[[str, str], dict[str, object]], target: str, folder: Path) -> None:
+    """Write what ``build`` makes of each name, or its error, where ``ptx`` and its like read it."""
+    for name in names:
         try:
             result = build(name, target)
         except Exception as error:
@@ -175,4 +177,4 @@ def main(target: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    build_all(NAMES + CODED_NAMES, build, sys.argv[1], Path(sys.argv[2]))
