@@ -1,11 +1,12 @@
 """State error of Gated DeltaNet over a long speculative decode, by fold and ring type: numbers, no time.
 
-One request is verified in windows of T tokens with random acceptance, by the PyTorch reference, until it has as many
-tokens as asked for. Beside it runs the recurrence in float64, and the one in float32 that the exact fold must equal.
+One request is verified in windows of T tokens with random acceptance until it has as many tokens as asked for. Beside
+it run the recurrence in float64, and the one in float32 token by token, by the same backend: a window of one token
+whose record the next step folds. The exact fold must have the bits of the latter.
 
-    python -m benchmarks.gdn_drift [--tokens 16384] [--device cuda]
+    python -m benchmarks.gdn_drift [--tokens 16384] [--backend cute]
 
-On two CPU cores 1,024 tokens take some five minutes.
+With ``--backend torch``, on two CPU cores, 1,024 tokens take some five minutes.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from replayssm_cute.gdn import gdn_replayssm_spec_decode
 from replayssm_cute.gdn_cursors import GdnCursors, commit_gdn_replayssm_spec
+from replayssm_cute.gdn_fold import snapshot_gdn_replayssm
 from replayssm_cute.gdn_layout import allocate_gdn_pool
 from replayssm_cute.gdn_types import GdnGeometry
-from replayssm_cute.reference import gdn, gdn_spec
+from replayssm_cute.reference.gdn import recurrent_step
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 GEOMETRY, T, L = GdnGeometry(1, 4, 128, 128), 4, 16
@@ -36,11 +39,49 @@ class Variant:
     state: torch.dtype
 
 
-VARIANTS = (Variant("exact fold, fp32 checkpoint", True, BF16, F32), Variant("ring fold, bf16 ring", False, BF16, F32),
+EXACT = Variant("exact fold, fp32 checkpoint", True, BF16, F32)
+VARIANTS = (EXACT, Variant("ring fold, bf16 ring", False, BF16, F32),
             Variant("ring fold, fp16 ring", False, F16, F32), Variant("ring fold, fp32 ring", False, F32, F32),
             Variant("exact fold, fp16 checkpoint", True, BF16, F16),
             Variant("exact fold, bf16 checkpoint", True, BF16, BF16),
             Variant("ring fold, bf16 ring and checkpoint", False, BF16, BF16))
+
+
+class Request:
+    """One request on the pools of one layer; slot 1 takes copies of its state.
+
+    A backend that does not take the variant's ring leaves it to Triton.
+    """
+
+    def __init__(self, variant: Variant, tokens: int, buffer_len: int, device: str, backend: str) -> None:
+        self.tokens, self.L, self.device = tokens, buffer_len, device
+        self.backend = None if backend == "cute" and variant.ring != BF16 else backend
+        self.pool = allocate_gdn_pool(2, GEOMETRY, buffer_len, exact_fold=variant.exact, state_dtype=variant.state,
+                                      ring_dtype=variant.ring, device=device)
+        self.rings: dict[str, Tensor | None] = {"rawv_cache": None, "rawk_cache": None, "beta_cache": None,
+                                                **self.pool.rings}
+        self.cursors = GdnCursors.allocate(2, device)
+        self.index, self.copy = (torch.tensor([i], dtype=torch.int32, device=device) for i in range(2))
+        self.starts = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+
+    def step(self, inputs: tuple[Tensor, ...], gates: tuple[Tensor, Tensor], accepted: int) -> None:
+        """Verify a window (q, k, v, a, b) and keep the first ``accepted`` of its tokens."""
+        c = self.cursors
+        gdn_replayssm_spec_decode(*inputs, *gates, self.pool.state, **self.rings, out=torch.empty_like(inputs[2]),
+                                  query_start_loc=self.starts, ssm_state_indices=self.index, replay_indices=self.index,
+                                  write_pos=c.write_pos, cache_base=c.cache_base, is_flush=c.is_flush,
+                                  max_cache_len=self.L, max_spec_len=self.tokens, null_block_id=-1,
+                                  backend=self.backend)
+        n = torch.tensor([accepted], dtype=torch.int32, device=self.device)
+        commit_gdn_replayssm_spec(c.write_pos, c.cache_base, c.is_flush, n, self.index, self.L, self.tokens,
+                                  null_block_id=-1)
+
+    def state(self) -> Tensor:
+        """The state with all records, as stored in the checkpoint's dtype."""
+        layers = {name: ring[None] for name, ring in self.rings.items() if ring is not None}
+        snapshot_gdn_replayssm(self.pool.state[None], layers, self.index, self.copy, self.index, self.cursors,
+                               null_block_id=-1)
+        return self.pool.state[1:]
 
 
 def gates() -> tuple[Tensor, Tensor]:
@@ -49,52 +90,47 @@ def gates() -> tuple[Tensor, Tensor]:
     return torch.log(A), step + torch.log(-torch.expm1(-step))
 
 
-def measure(variant: Variant, tokens: int, device: str) -> dict[int, tuple[float, float]]:
-    """Relative errors (2-norm, over the heads) of the state against float64 at every mark: (ours, fp32 recurrence)."""
+def measure(variant: Variant, tokens: int, device: str, backend: str) -> dict[int, tuple[float, float, bool]]:
+    """At every mark: relative error (2-norm, over the heads) of the state against float64, that of the token-by-token
+    recurrence in fp32, and whether both states have the same bits."""
     gen = torch.Generator().manual_seed(0)
     A_log, dt_bias = (t.to(device) for t in gates())
-    pool = allocate_gdn_pool(1, GEOMETRY, L, exact_fold=variant.exact, state_dtype=variant.state,
-                             ring_dtype=variant.ring, device=device)
-    rings: dict[str, Tensor | None] = {"rawv_cache": None, "rawk_cache": None, "beta_cache": None, **pool.rings}
-    cursors, index = GdnCursors.allocate(1, device), torch.zeros(1, dtype=torch.int32, device=device)
-    exact, plain = (torch.zeros(1, *pool.state.shape[1:], dtype=dtype, device=device) for dtype in (F64, F32))
-    starts, found, done = torch.tensor([0, T], device=device), {}, 0
+    ours, plain = Request(variant, T, L, device, backend), Request(EXACT, 1, 2, device, backend)
+    oracle = torch.zeros(1, *ours.pool.state.shape[1:], dtype=F64, device=device)
+    found: dict[int, tuple[float, float, bool]] = {}
+    done = 0
     while done < tokens:
         q, k, v = (torch.randn(T, heads, 128, generator=gen).to(device, BF16) for heads in (1, 1, 4))
         a, b = ((torch.randn(T, 4, generator=gen) * s).to(device, BF16) for s in (0.5, 1.0))
-        out = torch.empty_like(v)
-        gdn_spec.verify(pool.state, q, k, v, a, b, A_log, dt_bias, rings, out, starts, index, index, cursors.write_pos,
-                        cursors.cache_base, cursors.is_flush, -1, scale=128 ** -0.5)
         accepted = int(torch.randint(1, T + 1, (1,), generator=gen))
+        ours.step((q, k, v, a, b), (A_log, dt_bias), accepted)
         for t in range(accepted):
-            row = (x[t:t + 1] for x in (q, k, v, a, b))
-            inputs = tuple(row)
-            _, exact = gdn.recurrent_step(exact, *inputs, A_log, dt_bias)
-            _, plain = gdn.recurrent_step(plain, *inputs, A_log, dt_bias)
-        n = torch.tensor([accepted], dtype=torch.int32, device=device)
-        commit_gdn_replayssm_spec(cursors.write_pos, cursors.cache_base, cursors.is_flush, n, index, L, T,
-                                  null_block_id=-1)
+            token = q[t:t + 1], k[t:t + 1], v[t:t + 1], a[t:t + 1], b[t:t + 1]
+            plain.step(token, (A_log, dt_bias), 1)
+            _, oracle = recurrent_step(oracle, *token, A_log, dt_bias)
         before, done = done, done + accepted
         for mark in MARKS:
             if before < mark <= done:
-                got = gdn_spec.folded(pool.state, rings, index.long(), cursors.write_pos.long(),
-                                      cursors.cache_base.long(), True, F32)
-                found[mark] = tuple(float((s.double() - exact).norm() / exact.norm()) for s in (got, plain))
-    return found  # type: ignore[return-value]
+                states = ours.state(), plain.state()
+                errors = [float((s.double() - oracle).norm() / oracle.norm()) for s in states]
+                found[mark] = errors[0], errors[1], bool(torch.equal(*states))
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=MARKS[-1])
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--backend", default="cute" if torch.cuda.is_available() else "torch")
     args = parser.parse_args()
-    tokens = args.tokens
-    print("| | " + " | ".join(f"{m:,} tokens" for m in MARKS if m <= tokens) + " |")
-    print("|---" * (1 + sum(m <= tokens for m in MARKS)) + "|")
+    device = "cpu" if args.backend == "torch" else "cuda"
+    marks = [m for m in MARKS if m <= args.tokens]
+    print("| state error after tokens | " + " | ".join(f"{m:,}" for m in marks) + " |")
+    print("|---" * (1 + len(marks)) + "|")
     for variant in VARIANTS:
-        found = measure(variant, tokens, args.device)
-        print(f"| {variant.name} | " + " | ".join(f"{ours:.1e}" for ours, _ in found.values()) + " |", flush=True)
-    print("| fp32 recurrence | " + " | ".join(f"{plain:.1e}" for _, plain in found.values()) + " |")
+        found = measure(variant, args.tokens, device, args.backend)
+        print(f"| {variant.name} | " + " | ".join(f"{ours:.1e}" + " (same bits)" * same
+                                                  for ours, _, same in found.values()) + " |", flush=True)
+    print("| fp32 recurrence | " + " | ".join(f"{plain:.1e}" for _, plain, _ in found.values()) + " |")
 
 
 if __name__ == "__main__":
