@@ -25,17 +25,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.gdn_workload import Workload, make_workload
 from benchmarks.mamba2_decode import measured
 from replayssm_cute import dispatch, gdn_dispatch
 from replayssm_cute.gdn_types import GdnGeometry
+from replayssm_tune.gdn_workload import GdnWorkload, make_gdn_workload
 from replayssm_tune.timing import copy_bandwidth, provenance, same_size_us, time_graph
 
 QWEN3_NEXT = GdnGeometry(16, 32, 128, 128)
 KINDS = {"decode": (0, False), "ring": (4, False), "exact": (4, True)}
 
 
-def time_launch(w: Workload, launch: Callable[..., object]) -> dict[str, float]:
+def time_launch(w: GdnWorkload, launch: Callable[..., object]) -> dict[str, float]:
     """Microseconds a step of one cycle over all pools: median, min and max."""
     def cycle() -> None:
         for phase in range(len(w.phases)):
@@ -44,7 +44,7 @@ def time_launch(w: Workload, launch: Callable[..., object]) -> dict[str, float]:
     return time_graph(cycle, len(w.phases) * len(w.pools))
 
 
-def time_backend(w: Workload, backend: str) -> dict[str, Any]:
+def time_backend(w: GdnWorkload, backend: str) -> dict[str, Any]:
     """Time what the backend serves; that it was this one that served is asserted."""
     problem = w.problem()
     support = gdn_dispatch.backend_module(backend).supports(problem, dispatch.archs.of("cuda"))
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
             print("budget spent; the rest is not measured", file=sys.stderr)
             return
         tokens, exact = KINDS[kind]
-        w = make_workload(QWEN3_NEXT.shard(tp), batch, getattr(torch, name), tokens=tokens, exact=exact)
+        w = make_gdn_workload(QWEN3_NEXT.shard(tp), batch, getattr(torch, name), tokens=tokens, exact=exact)
         nbytes = round(w.step_bytes())
         row: dict[str, Any] = {"kind": kind, "tp": tp, "geometry": str(w.geometry), "state_dtype": name, "batch": batch,
                                "bytes": nbytes, "same_size_us": same_size(nbytes), "backends": {}}

@@ -78,6 +78,46 @@ def gdn_snapshot_bytes(geometry: GdnGeometry, tokens: int, state_dtype: torch.dt
     return check_tokens(tokens, "tokens") * gdn_state_bytes(geometry, state_dtype)
 
 
+def committed_records(buffer_len: int, tokens: int, accepted: int) -> list[int]:
+    """Committed records of a row at its verify steps between two folds, the last of which folds.
+
+    Args:
+        tokens: T of every window.
+        accepted: of them, 1 to T.
+    """
+    held = [accepted]
+    while held[-1] + 2 * tokens <= buffer_len:
+        held.append(held[-1] + accepted)
+    return held
+
+
+def gdn_step_bytes(geometry: GdnGeometry, buffer_len: int, state_dtype: torch.dtype,
+                   act_dtype: torch.dtype = torch.bfloat16, ring_dtype: torch.dtype = torch.bfloat16, *,
+                   tokens: int = 0, accepted: int = 0, exact_fold: bool = False, replay: bool = True) -> float:
+    """Bytes one row must move in one step, the mean over the steps between two folds.
+
+    Replay: the checkpoint read, and written by the step that folds; the committed records read, by an exact fold the
+    raw inputs instead; the step's own records written, but not by standard decode where it folds; inputs and outputs
+    once. Per-step baseline (``replay=False``): the state read and written, inputs and outputs once.
+
+    Args:
+        tokens: T of a verify step, 0 for standard decode.
+        accepted: tokens of every window that are kept.
+    """
+    g, n = geometry, tokens or 1
+    state, vectors = gdn_state_bytes(g, state_dtype), g.num_k_heads * g.head_k_dim + g.num_v_heads * g.head_v_dim
+    io = 2 * n * act_dtype.itemsize * (vectors + g.num_v_heads)
+    if not replay:
+        return 2 * state + io
+    record = vectors * ring_dtype.itemsize + 4 * g.num_v_heads
+    held = committed_records(buffer_len, tokens, accepted) if tokens else list(range(buffer_len))
+    if not tokens:
+        return state * (1 + 1 / buffer_len) + record * (sum(held) + buffer_len - 1) / buffer_len + io
+    raw = vectors * act_dtype.itemsize + 4 * g.num_v_heads if exact_fold else 0
+    folded = held[-1] * (raw + 4 * g.num_v_heads if exact_fold else record)
+    return state * (1 + 1 / len(held)) + (sum(held[:-1]) * record + folded) / len(held) + tokens * (record + raw) + io
+
+
 @dataclass(frozen=True)
 class GdnMemory:
     """What speculative decoding keeps for a whole model besides the checkpoints, all in bytes.

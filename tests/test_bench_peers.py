@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from benchmarks.peers import gdn, mamba2, report
-from benchmarks.peers.gdn_workload import gdn_step_bytes
 from benchmarks.peers.kernel import Bound, Kernel, version
 from benchmarks.peers.operations import OPERATIONS
 from tests import fake_peers
@@ -193,11 +192,12 @@ def test_rounds_and_layers_are_played_in_order() -> None:
 
 def test_bytes_of_a_window() -> None:
     """32 value and 16 key heads of 128, T = 4, L = 16, three kept: rows hold 3, 6 and 9 records, the last folds."""
-    w = OPERATIONS[gdn.VERIFY].make("32/16x128x128", batch=2, dtype=F32, philox_rounds=0, device="cpu", cold_bytes=0)
+    op = OPERATIONS[gdn.VERIFY]
+    w = op.make("32/16x128x128", batch=2, dtype=F32, philox_rounds=0, device="cpu", cold_bytes=0)
     state, vectors = 32 * 128 * 128 * 4, (16 + 32) * 128
     io = 4 * 2 * (16 * 128 * 2 + 32 * 128 * 2 + 2 * 32)
-    assert gdn_step_bytes(w, True) == pytest.approx(2 * (state * 4 / 3 + (2 * vectors + 128) * (6 + 4) + io))
-    assert gdn_step_bytes(w, False) == 2 * (2 * state + io)
+    assert op.step_bytes(w, True) == pytest.approx(2 * (state * 4 / 3 + (2 * vectors + 128) * (6 + 4) + io))
+    assert op.step_bytes(w, False) == 2 * (2 * state + io)
 
 
 @pytest.fixture
