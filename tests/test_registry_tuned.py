@@ -201,6 +201,31 @@ def test_borrowed_and_predicted_rows_do_not_rank_backends(folders: Folders) -> N
     assert "borrowed" in borrowed.describe() and "predicted" in predicted.describe()
 
 
+B200 = Arch("cuda", (10, 0), "NVIDIA_B200", 148)
+GB200 = Arch("cuda", (10, 0), "NVIDIA_GB200", 152)
+
+
+def test_measured_rows_always_win_over_predicted_ones(folders: Folders) -> None:
+    """Of the device itself at any batch, and of a donor that was measured; whoever's folder holds them."""
+    folders.write([row(batch=1, us=2.0), row(batch=64)], device="NVIDIA_GB200", predicted=True)
+    assert found(problem(), 64, GB200) == (64, 8, 16, 64)
+    folders.write([row(batch=512)], device="NVIDIA_B200")
+    hit = tuned.lookup(OP, problem(), 64, GB200)
+    assert hit is not None and hit.batch == 512 and hit.borrowed and not hit.provenance.predicted
+    assert tuned.lookup(OP, problem(dstate=64), 64, GB200) is None
+    folders.write([row(batch=8)], device="NVIDIA_GB200", user=True)
+    hit = tuned.lookup(OP, problem(), 64, GB200)
+    assert hit is not None and hit.batch == 8 and hit.measured
+
+
+def test_a_users_prediction_does_not_replace_a_shipped_measurement(folders: Folders) -> None:
+    folders.write([row(us=20.0)], device="NVIDIA_B200")
+    folders.write([row(us=1.0), row(batch=1, us=1.0)], device="NVIDIA_B200", user=True, predicted=True)
+    assert all(hit is not None and hit.measured and hit.backends["cute"].us == 20.0
+               for hit in (tuned.lookup(OP, problem(), batch, B200) for batch in (1, 64)))
+    assert tuned.fastest(OP, problem(), B200) is not None
+
+
 def test_own_rows_shut_out_the_family_whole(folders: Folders) -> None:
     folders.write([row(batch=64)], device="NVIDIA_B200")
     folders.write([row(batch=1)], device="NVIDIA_GB200")

@@ -13,7 +13,8 @@ see the same files always read the same row:
    replaces the shipped row of the same device, nheads, ngroups, buffer_len and batch, whole.
 2. The device is the one ``replayssm_cute.registry.devices.nearest`` names: itself; else another
    name of the same product; else a donor of its family. A row of another device is *borrowed*.
-   Devices are never mixed.
+   Devices are never mixed. Predicted rows count only where no measured row of this shape would serve
+   the device, borrowed ones included.
 3. Among the rows of that device, in this order: heads per group as near as possible (the
    same, where a row has it), buffer_len as near as possible, batch * nheads as near as possible.
    Heads per group and batch * nheads compare by ratio, that is by distance in log2, in
@@ -77,11 +78,12 @@ def rows_for(op: str, problem: Mamba2Problem, arch: Arch) -> tuple[TunedRow, ...
     """All rows that rules 1 and 2 leave to choose from."""
     g = problem.geometry
     shape = (op, g.headdim, g.dstate, str(problem.state_dtype).removeprefix("torch."))
-    by_device = _tables().get(shape, {})
-    device = devices.nearest(arch.name, by_device)
-    if device is None:
-        return ()
-    return tuple(replace(row, borrowed=device != arch.name) for row in by_device[device].values())
+    for predicted in (False, True):
+        by_device = _tables().get((*shape, predicted), {})
+        device = devices.nearest(arch.name, by_device)
+        if device is not None:
+            return tuple(replace(row, borrowed=device != arch.name) for row in by_device[device].values())
+    return ()
 
 
 def fastest(op: str, problem: Mamba2Problem, arch: Arch) -> tuple[str, str] | None:
@@ -119,16 +121,17 @@ def _ratio(a: int, b: int) -> Fraction:
 
 
 @functools.cache
-def _tables() -> dict[tuple[str, int, int, str], dict[str, dict[tuple[int, ...], TunedRow]]]:
-    """All rows by shape, device and row key; the user's folder is laid over the shipped one."""
-    tables: dict[tuple[str, int, int, str], dict[str, dict[tuple[int, ...], TunedRow]]] = {}
+def _tables() -> dict[tuple[str, int, int, str, bool], dict[str, dict[tuple[int, ...], TunedRow]]]:
+    """All rows by (*shape, predicted), device and row key; the user's folder is laid over the shipped one."""
+    tables: dict[tuple[str, int, int, str, bool], dict[str, dict[tuple[int, ...], TunedRow]]] = {}
     for path in files():
         try:
             file = load_file(path)
         except RegistryError as error:
             log.warning("tuned file skipped: %s", error)
             continue
-        rows = tables.setdefault(file.shape, {}).setdefault(file.provenance.device, {})
+        kind = (*file.shape, file.provenance.predicted)
+        rows = tables.setdefault(kind, {}).setdefault(file.provenance.device, {})
         rows.update((row.key, row) for row in file.rows)
     return tables
 
