@@ -1,7 +1,8 @@
 """Measured launch choices per device, and the rule by which a problem finds its row.
 
 A file holds the rows of one operation, head shape, state dtype and device; its name says which:
-``op=mamba2_decode,headdim=64,dstate=128,state_dtype=float16,device_name=NVIDIA_H200.json``.
+``op=mamba2_decode,headdim=64,dstate=128,state_dtype=float16,device_name=NVIDIA_H200.json``. What a row
+was measured for depends on the operation (``tuned_sizes``).
 Shipped files lie in ``replayssm_cute/tuned``. ``REPLAYSSM_TUNED_DIR`` names a folder of the
 user's own files; it is read once, at the first lookup. The format is described in
 docs/registry.md.
@@ -9,18 +10,19 @@ docs/registry.md.
 The lookup rule. Nothing in it depends on time, order of files or on who asks, so two ranks that
 see the same files always read the same row:
 
-1. The operation, headdim, dstate and state dtype are exactly those of the problem. A user's row
-   replaces the shipped row of the same device, nheads, ngroups, buffer_len and batch, whole.
+1. The operation, the sizes of a head and the state dtype are exactly those of the problem. A user's row
+   replaces the shipped row of the same device and key, whole. A Gated DeltaNet row serves only
+   its own dtype of the rings, and in verify steps its own fold and windows of as many tiles of tokens.
 2. The device is the one ``replayssm_cute.registry.devices.nearest`` names: itself; else another
    name of the same product; else a donor of its family. A row of another device is *borrowed*.
    Devices are never mixed. Predicted rows count only where no measured row of this shape would serve
    the device, borrowed ones included.
-3. Among the rows of that device, in this order: heads per group as near as possible (the
-   same, where a row has it), buffer_len as near as possible, batch * nheads as near as possible.
-   Heads per group and batch * nheads compare by ratio, that is by distance in log2, in
-   exact arithmetic.
-4. Ties: the larger buffer_len (its launch holds the smaller ring too), then the smaller
-   batch * nheads, then the smaller nheads, then the smaller ngroups.
+3. Among the rows of that device, in this order: heads per group (value heads per key head) as near as
+   possible (the same, where a row has it), tokens of a window as near as possible, buffer_len as near as
+   possible, batch * heads as near as possible. All but buffer_len compare by ratio, that is by
+   distance in log2, in exact arithmetic.
+4. Ties: the larger window, the larger buffer_len (its launch holds the smaller ring too), then the smaller
+   batch * heads, then fewer heads, then fewer groups or key heads.
 
 A file that is malformed, or whose name does not match its content, is skipped with one warning.
 """
@@ -28,15 +30,16 @@ A file that is malformed, or whose name does not match its content, is skipped w
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import os
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 
 from replayssm_cute.arch import Arch
 from replayssm_cute.errors import RegistryError
+from replayssm_cute.gdn_types import GdnProblem
 from replayssm_cute.registry import devices
 from replayssm_cute.registry.tuned_file import (
     Provenance,
@@ -47,18 +50,20 @@ from replayssm_cute.registry.tuned_file import (
     load_file,
     write_rows,
 )
+from replayssm_cute.registry.tuned_sizes import SIZES, Distance, ratio
 from replayssm_cute.types import Mamba2Problem
 
-__all__ = ["Provenance", "TunedEntry", "TunedFile", "TunedRow", "clear_cache", "fastest", "file_name",
+__all__ = ["Provenance", "TunedEntry", "TunedFile", "TunedRow", "by_batch", "clear_cache", "fastest", "file_name",
            "files", "load_file", "lookup", "rows_for", "write_rows"]
 
 log = logging.getLogger("replayssm_cute")
 
 USER_FOLDER_VARIABLE = "REPLAYSSM_TUNED_DIR"
 SHIPPED_FOLDER = Path(__file__).parents[1] / "tuned"
+Problem = Mamba2Problem | GdnProblem
 
 
-def lookup(op: str, problem: Mamba2Problem, batch: int, arch: Arch) -> TunedRow | None:
+def lookup(op: str, problem: Problem, batch: int, arch: Arch) -> TunedRow | None:
     """The row that serves a problem by the rule of this module; None where the registry has none.
 
     Rows were measured with bf16 inputs and are used for every input type; a backend whose launch
@@ -74,19 +79,36 @@ def lookup(op: str, problem: Mamba2Problem, batch: int, arch: Arch) -> TunedRow 
                default=None)
 
 
-def rows_for(op: str, problem: Mamba2Problem, arch: Arch) -> tuple[TunedRow, ...]:
-    """All rows that rules 1 and 2 leave to choose from."""
-    g = problem.geometry
-    shape = (op, g.headdim, g.dstate, str(problem.state_dtype).removeprefix("torch."))
+def by_batch(op: str, problem: Problem, arch: Arch) -> tuple[tuple[int, TunedRow], ...]:
+    """What ``lookup`` answers: (largest batch, row), ascending; the last row serves whatever is larger, too."""
+    rows = rows_for(op, problem, arch)
+    if not rows:
+        return ()
+    nearest = min(_misfit(problem, row) for row in rows)
+    works = sorted({row.batch * row.size.heads[0] for row in rows if _misfit(problem, row) == nearest})
+    heads = _heads(problem)
+    limits = sorted({math.isqrt(a * b) // heads for a, b in itertools.pairwise(works)} | {0})
+    found = [(batch, lookup(op, problem, batch, arch)) for batch in (*limits[1:], limits[-1] + 1)]
+    return tuple((batch, row) for batch, row in found if row is not None)
+
+
+def rows_for(op: str, problem: Problem, arch: Arch) -> tuple[TunedRow, ...]:
+    """All rows that rules 1 and 2 leave to choose from; none of an operation without rows."""
+    if op not in SIZES:
+        return ()
+    shape = (op, *(getattr(problem.geometry, name) for name in SIZES[op].DIMS),
+             str(problem.state_dtype).removeprefix("torch."))
     for predicted in (False, True):
-        by_device = _tables().get((*shape, predicted), {})
+        tables = _tables().get((*shape, predicted), {})
+        by_device = {name: serving for name, table in tables.items()
+                     if (serving := [row for row in table.values() if row.size.misfit(problem) is not None])}
         device = devices.nearest(arch.name, by_device)
         if device is not None:
-            return tuple(replace(row, borrowed=device != arch.name) for row in by_device[device].values())
+            return tuple(replace(row, borrowed=device != arch.name) for row in by_device[device])
     return ()
 
 
-def fastest(op: str, problem: Mamba2Problem, arch: Arch) -> tuple[str, str] | None:
+def fastest(op: str, problem: Problem, arch: Arch) -> tuple[str, str] | None:
     """(backend, evidence): the backend with the least time for a layer, over all its batch sizes.
 
     One for all batch sizes, since a row of a batch must not change its bits with the batch. It is the
@@ -97,7 +119,7 @@ def fastest(op: str, problem: Mamba2Problem, arch: Arch) -> tuple[str, str] | No
     if not rows:
         return None
     nearest = min(rows, key=functools.partial(_distance, problem, 1))
-    layer = sorted((row for row in rows if row.key[:3] == nearest.key[:3]), key=lambda row: row.batch)
+    layer = sorted((row for row in rows if row.key[:-1] == nearest.key[:-1]), key=lambda row: row.batch)
     names = sorted(set.intersection(*(set(row.backends) for row in layer)))
     if not names:
         return None
@@ -108,16 +130,20 @@ def fastest(op: str, problem: Mamba2Problem, arch: Arch) -> tuple[str, str] | No
         f"{nearest.provenance.device}, {batches}, {nearest.provenance.date}: {times} in geometric mean"
 
 
-def _distance(problem: Mamba2Problem, batch: int, row: TunedRow) -> tuple[Fraction | int, ...]:
+def _distance(problem: Problem, batch: int, row: TunedRow) -> Distance:
     """Rules 3 and 4 as a sort key; no two rows of a device share it."""
-    g, work = problem.geometry, row.batch * row.nheads
-    return (_ratio(row.nheads // row.ngroups, g.heads_per_group),
-            abs(row.buffer_len - problem.buffer_len), -row.buffer_len,
-            _ratio(work, batch * g.nheads), work, row.nheads, row.ngroups)
+    work = row.batch * row.size.heads[0]
+    return (*_misfit(problem, row), ratio(work, batch * _heads(problem)), work, *row.size.heads)
 
 
-def _ratio(a: int, b: int) -> Fraction:
-    return Fraction(max(a, b), max(1, min(a, b)))
+def _misfit(problem: Problem, row: TunedRow) -> Distance:
+    misfit = row.size.misfit(problem)
+    assert misfit is not None, "rows_for() left it"
+    return misfit
+
+
+def _heads(problem: Problem) -> int:
+    return problem.geometry.nheads if isinstance(problem, Mamba2Problem) else problem.geometry.num_v_heads
 
 
 @functools.cache

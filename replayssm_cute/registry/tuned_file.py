@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from replayssm_cute.errors import RegistryError
-from replayssm_cute.layout import MAX_BUFFER_LEN
 from replayssm_cute.registry import devices
 from replayssm_cute.registry.schema import (
     AMOUNT,
@@ -29,10 +28,11 @@ from replayssm_cute.registry.schema import (
     read_json,
     record,
 )
+from replayssm_cute.registry.tuned_sizes import SIZES, Size
 
 BACKENDS = ("cute", "triton", "torch")
 
-_NAME = re.compile(r"op=([a-z0-9_]+),headdim=([1-9]\d*),dstate=([1-9]\d*),"
+_NAME = re.compile(r"op=([a-z0-9_]+),([a-z_]+)=([1-9]\d*),([a-z_]+)=([1-9]\d*),"
                    r"state_dtype=(float32|float16|bfloat16),device_name=([A-Za-z0-9_.+-]+)\.json")
 
 
@@ -89,9 +89,7 @@ class TunedRow:
     """What was measured for one problem size.
 
     Attributes:
-        nheads, ngroups: H and G of one rank.
-        buffer_len: L.
-        batch: rows of the step.
+        size: heads of one rank, L, rows of the step and whatever else tells it from the other rows of its file.
         backends: best choice by backend name; at least one.
         provenance: that of the file.
         per_step_us: microseconds of the per-step baseline in the same run, None where not taken.
@@ -100,10 +98,7 @@ class TunedRow:
         borrowed: the row was measured on another device than the one it was looked up for.
     """
 
-    nheads: int
-    ngroups: int
-    buffer_len: int
-    batch: int
+    size: Size
     backends: dict[str, TunedEntry]
     provenance: Provenance
     per_step_us: float | None = None
@@ -111,9 +106,17 @@ class TunedRow:
     borrowed: bool = False
 
     @property
-    def key(self) -> tuple[int, int, int, int]:
-        """What tells a row from the other rows of its file."""
-        return self.nheads, self.ngroups, self.buffer_len, self.batch
+    def key(self) -> tuple[Any, ...]:
+        """What tells a row from the other rows of its file; the batch is the last."""
+        return self.size.key
+
+    @property
+    def buffer_len(self) -> int:
+        return self.size.buffer_len
+
+    @property
+    def batch(self) -> int:
+        return self.size.batch
 
     @property
     def measured(self) -> bool:
@@ -135,7 +138,7 @@ class TunedFile:
     """The content of one file.
 
     Attributes:
-        shape: (op, headdim, dstate, state dtype) as in the file's name.
+        shape: (op, the two sizes of a head, state dtype) as in the file's name.
         provenance: of all its rows.
         rows: ordered by ``TunedRow.key``.
     """
@@ -145,14 +148,17 @@ class TunedFile:
     rows: tuple[TunedRow, ...]
 
 
-def file_name(op: str, headdim: int, dstate: int, state_dtype: str, device_name: str) -> str:
+def file_name(op: str, first: int, second: int, state_dtype: str, device_name: str) -> str:
     """The name of the file that holds these rows.
 
+    Args:
+        first, second: sizes of a head: headdim and dstate of Mamba2, head_k_dim and head_v_dim of Gated DeltaNet.
+
     Raises:
-        RegistryError: a part cannot be spelled in a file name.
+        RegistryError: a part cannot be spelled in a file name, or no operation has this name.
     """
-    name = f"op={op},headdim={headdim},dstate={dstate},state_dtype={state_dtype}," \
-           f"device_name={device_name}.json"
+    names = SIZES[op].DIMS if op in SIZES else ("headdim", "dstate")
+    name = f"op={op},{names[0]}={first},{names[1]}={second},state_dtype={state_dtype},device_name={device_name}.json"
     _shape_and_device(Path(name))
     return name
 
@@ -180,7 +186,8 @@ def write_rows(path: str | os.PathLike[str], provenance: dict[str, Any],
     """
     path, listed = Path(path), list(rows)
     _parse(path, {"schema": 1, "provenance": provenance, "rows": listed})
-    listed.sort(key=lambda row: [row[name] for name in ("nheads", "ngroups", "buffer_len", "batch")])
+    names = SIZES[_shape_and_device(path)[0][0]].CHECKS
+    listed.sort(key=lambda row: [row[name] for name in names])
     lines = ",\n".join("  " + json.dumps(row, sort_keys=True) for row in listed)
     header = json.dumps(provenance, sort_keys=True)
     text = f'{{\n "provenance": {header},\n "rows": [\n{lines}\n ],\n "schema": 1\n}}\n'
@@ -201,12 +208,7 @@ _PROVENANCE = {
     "cutlass_dsl": TEXT.or_null(), "package": TEXT, "method": TEXT, "predicted": BOOL,
     "date": Check("a date as 2026-11-30", lambda value: isinstance(value, str) and _is_date(value)),
 }
-_ROW = {
-    "nheads": COUNT, "ngroups": COUNT, "batch": COUNT, "backends": OBJECT,
-    "buffer_len": Check(f"an integer in 1..{MAX_BUFFER_LEN}",
-                        lambda value: type(value) is int and 1 <= value <= MAX_BUFFER_LEN),
-    "per_step_us": AMOUNT.or_null(), "copy_percent": AMOUNT.or_null(),
-}
+_TIMES = {"backends": OBJECT, "per_step_us": AMOUNT.or_null(), "copy_percent": AMOUNT.or_null()}
 _CONFIG = Check("an object of finite numbers, strings and booleans", lambda value: isinstance(value, dict)
                 and all(isinstance(v, str) or (isinstance(v, (bool, int, float)) and math.isfinite(v))
                         for v in value.values()))
@@ -225,26 +227,28 @@ def _parse(path: Path, content: object) -> TunedFile:
     if product and product.kind == "cuda" and provenance.capability != "{}.{}".format(*product.capability):
         raise RegistryError(f"{path}: provenance.capability: expected that of {device}, "
                             f"got {provenance.capability}")
-    rows = [_row(f"{path}: rows[{i}]", row, provenance) for i, row in enumerate(file["rows"])]
+    size = SIZES[shape[0]]
+    rows = [_row(f"{path}: rows[{i}]", row, size, provenance) for i, row in enumerate(file["rows"])]
     if len({row.key for row in rows}) != len(rows):
-        raise RegistryError(f"{path}: rows: two rows share nheads, ngroups, buffer_len and batch")
+        raise RegistryError(f"{path}: rows: two rows share {', '.join(size.CHECKS)}")
     return TunedFile(shape, provenance, tuple(sorted(rows, key=lambda row: row.key)))
 
 
 def _shape_and_device(path: Path) -> tuple[tuple[str, int, int, str], str]:
     match = _NAME.fullmatch(path.name)
-    if match is None:
-        raise RegistryError(f"{path}: expected a file name op=...,headdim=...,dstate=...,"
-                            "state_dtype=...,device_name=....json")
-    op, headdim, dstate, state_dtype, device = match.groups()
-    return (op, int(headdim), int(dstate), state_dtype), device
+    op, first, one, second, two, state_dtype, device = match.groups() if match else ("",) * 7
+    if op not in SIZES or (first, second) != SIZES[op].DIMS:
+        names = " or ".join(f"op={op},{size.DIMS[0]}=...,{size.DIMS[1]}=..." for op, size in SIZES.items())
+        raise RegistryError(f"{path}: expected a file name {names},state_dtype=...,device_name=....json")
+    return (op, int(one), int(two), state_dtype), device
 
 
-def _row(where: str, value: object, provenance: Provenance) -> TunedRow:
-    row = record(where, value, _ROW)
-    if row["nheads"] % row["ngroups"]:
-        raise RegistryError(f"{where}.ngroups: expected a divisor of nheads={row['nheads']}, "
-                            f"got {row['ngroups']}")
+def _row(where: str, value: object, kind: type[Any], provenance: Provenance) -> TunedRow:
+    row = record(where, value, {**kind.CHECKS, **_TIMES})
+    size: Size = kind(**{name: row[name] for name in kind.CHECKS})
+    fault = size.fault()
+    if fault:
+        raise RegistryError(f"{where}.{fault}")
     if not row["backends"] or not row["backends"].keys() <= set(BACKENDS):
         raise RegistryError(f"{where}.backends: expected some of {', '.join(BACKENDS)}, "
                             f"got {', '.join(row['backends']) or 'none'}")
@@ -254,7 +258,7 @@ def _row(where: str, value: object, provenance: Provenance) -> TunedRow:
         if entry["runner_up"] is not None:
             record(f"{where}.backends.{name}.runner_up", entry["runner_up"], _RUNNER_UP)
         entries[name] = TunedEntry(**entry)
-    return TunedRow(**{**row, "backends": entries}, provenance=provenance)
+    return TunedRow(size, entries, provenance, row["per_step_us"], row["copy_percent"])
 
 
 def _is_date(text: str) -> bool:

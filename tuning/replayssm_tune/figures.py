@@ -20,7 +20,7 @@ class Figure:
     """One row.
 
     Attributes:
-        device: its name.
+        device: its name, with `` (predicted)`` where the times come from the speed model.
         geometry: heads of one rank.
         state_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
         buffer_len, batch: L, and rows of the step.
@@ -59,14 +59,18 @@ class Figure:
         return None if self.bandwidth is None else self.nbytes / self.bandwidth * 1e6
 
 
-def read(paths: Sequence[str]) -> list[Figure]:
+def read(paths: Sequence[str], predicted: bool = True) -> list[Figure]:
     """The rows of files and folders; without any, of the shipped folder and the user's.
+
+    Args:
+        predicted: take files of predicted rows, too.
 
     Raises:
         RegistryError: a file is malformed, or nothing was found.
     """
     found = [p for path in map(Path, paths) for p in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
-    figures = [figure for path in (found if paths else tuned.files()) for figure in of_file(tuned.load_file(path))]
+    files = map(tuned.load_file, found if paths else tuned.files())
+    figures = [figure for file in files if predicted or not file.provenance.predicted for figure in of_file(file)]
     if not figures:
         where = ", ".join(paths) or f"{tuned.SHIPPED_FOLDER}, ${tuned.USER_FOLDER_VARIABLE}" \
             f"={os.environ.get(tuned.USER_FOLDER_VARIABLE, '')}"
@@ -79,15 +83,15 @@ def of_file(file: TunedFile) -> list[Figure]:
     """Every row of a file."""
     _, headdim, dstate, state_dtype = file.shape
     bandwidth = _bandwidth(file)
-    return [Figure(file.provenance.device, Mamba2Geometry(row.nheads, headdim, dstate, row.ngroups), state_dtype,
+    device = file.provenance.device + " (predicted)" * file.provenance.predicted
+    return [Figure(device, row.size.geometry((headdim, dstate)), state_dtype,
                    row.buffer_len, row.batch, row.backends, row.per_step_us, _nbytes(file, row), bandwidth)
             for row in file.rows]
 
 
 def _nbytes(file: TunedFile, row: TunedRow) -> float:
     _, headdim, dstate, state_dtype = file.shape
-    geometry = Mamba2Geometry(row.nheads, headdim, dstate, row.ngroups)
-    return mamba2_step_bytes(geometry, row.buffer_len, DTYPES[state_dtype]) * row.batch
+    return mamba2_step_bytes(row.size.geometry((headdim, dstate)), row.buffer_len, DTYPES[state_dtype]) * row.batch
 
 
 def _bandwidth(file: TunedFile) -> float | None:
