@@ -16,7 +16,7 @@ from replayssm_cute.errors import ArgumentError
 from replayssm_cute.registry import tuned
 from replayssm_cute.registry.models import get
 from replayssm_cute.registry.support import ModelSupport, supports_replayssm
-from replayssm_cute.types import Mamba2Geometry, Support
+from replayssm_cute.types import Mamba2Geometry, Mamba2Problem, Support
 from tests.test_supports_gdn import QWEN3_5
 
 Json = dict[str, Any]
@@ -53,12 +53,13 @@ def no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def write_row(folder: Path, device: str = "NVIDIA_H200", nheads: int = 64, ngroups: int = 8,
-              buffer_len: int = 16, state_dtype: str = "float32", **backends: float) -> None:
+              buffer_len: int = 16, state_dtype: str = "float32", predicted: bool = False, **backends: float) -> None:
     entries = {name: {"config": {}, "us": us, "runner_up": None} for name, us in backends.items()}
     tuned.write_rows(
         folder / tuned.file_name(dispatch.OP, 64, 128, state_dtype, device),
-        {"device": device, "capability": "9.0", "sms": 132, "torch": "2.13.0", "triton": None,
-         "cutlass_dsl": None, "package": "0.1.0", "date": "2026-11-30", "method": "test", "predicted": False},
+        {"device": device, "capability": "10.0" if "B200" in device else "9.0", "sms": 132, "torch": "2.13.0",
+         "triton": None, "cutlass_dsl": None, "package": "0.1.0", "date": "2026-11-30", "method": "test",
+         "predicted": predicted},
         [{"nheads": nheads, "ngroups": ngroups, "buffer_len": buffer_len, "batch": 64, "backends": entries,
           "per_step_us": None, "copy_percent": None}])
     tuned.clear_cache()
@@ -182,6 +183,19 @@ def test_tuned_rows_of_this_device(tmp_path: Path) -> None:
                     {"device": "NVIDIA_H100_80GB_HBM3"}):
         answer = supports_replayssm(NANO, **{"device": H200, **options})
         assert answer and not answer.tuned and answer.tune_command is not None
+
+
+def test_predicted_rows_are_no_measurements(tmp_path: Path) -> None:
+    write_row(tmp_path, device="NVIDIA_B200", predicted=True, cute=10.0)
+    answer = supports_replayssm(NANO, device="NVIDIA_B200")
+    assert answer.predicted and not answer.tuned and answer.tune_command is not None
+    assert "predicted" in dispatch.explain(Mamba2Problem(
+        answer.geometry, 16, torch.float32, *(torch.bfloat16,) * 3, torch.int8, torch.int32), 64,
+        Arch("cuda", (10, 0), "NVIDIA_B200"))
+    assert not supports_replayssm(NANO, device="NVIDIA_B200", tp=2).predicted, "other heads"
+    write_row(tmp_path, device="NVIDIA_B200", cute=12.0)
+    answer = supports_replayssm(NANO, device="NVIDIA_B200")
+    assert answer.tuned and not answer.predicted and answer.tune_command is None
 
 
 @pytest.mark.parametrize("device", ["NVIDIA_B200", "NVIDIA B200", "B200", Arch("cuda", (10, 0), "NVIDIA_B200")])

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from replayssm_cute import dispatch
+from replayssm_cute.errors import RegistryError
 from replayssm_cute.layout import mamba2_ring_bytes, mamba2_step_bytes
 from replayssm_cute.registry import tuned
 from replayssm_cute.registry.models import DTYPES, get
@@ -36,9 +38,10 @@ def row(batch: int, cute: float, triton: float | None = None, per_step: float | 
     return row_of(geometry, DTYPES[state], buffer_len, batch, entries, per_step, COPY)
 
 
-def write(folder: Path, *found: dict[str, Any], state: str = "float16", geometry: Mamba2Geometry = TINY) -> Path:
+def write(folder: Path, *found: dict[str, Any], state: str = "float16", geometry: Mamba2Geometry = TINY,
+          predicted: bool = False) -> Path:
     path = rows.path_of(folder, geometry, state, "NVIDIA_H200")
-    rows.store(path, H200, found)
+    rows.store(path, {**H200, "predicted": predicted}, found)
     return path
 
 
@@ -198,6 +201,34 @@ def test_export_refuses_what_cannot_be_shipped(tmp_path: Path, shipped: Path,
     write(shipped, row(1, 5.0))
     assert cli.main(call) == 2 and "measured with torch 2.13.0" in capsys.readouterr().err
     assert not (tmp_path / "rows.zip").exists(), "no half an archive"
+
+
+def test_measured_rows_replace_predicted_ones_whole(tmp_path: Path, shipped: Path) -> None:
+    """In a folder that is tuned into, and in what is exported; a prediction is never written over a measurement."""
+    write(shipped, row(1, 5.0), row(8, 1.0), predicted=True)
+    write(tmp_path / "mine", row(8, 9.0))
+    assert cli.main(["export", str(tmp_path / "mine"), "--to", str(tmp_path / "rows.zip")]) == 0
+    assert packed(tmp_path / "rows.zip") == {8: 9.0}
+    path = write(shipped, row(8, 9.0))
+    assert [r.batch for r in tuned.load_file(path).rows] == [8] and not tuned.load_file(path).provenance.predicted
+    with pytest.raises(RegistryError, match="measured with predicted False"):
+        write(shipped, row(8, 1.0), predicted=True)
+
+
+def test_predicted_rows_are_marked_wherever_they_are_shown(shipped: Path, tmp_path: Path,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(shipped, row(1, 5.0), predicted=True)
+    for arguments, said in ((["show", str(path)], "NVIDIA_H200 (predicted)"),
+                            (["list", "--device", "NVIDIA_H200"], "48x64x128/1   36      predicted"),
+                            (["explain", "granite-4.0-h-tiny", "--device", "NVIDIA_H200"], "cute 5.0 us (predicted"),
+                            (["explain", "granite-4.0-h-tiny", "--device", "NVIDIA_H200"], "were not measured on")):
+        tuned.clear_cache()
+        dispatch.candidates.cache_clear()
+        assert cli.main(arguments) == 0
+        assert said in capsys.readouterr().out
+    tuned.clear_cache()
+    dispatch.candidates.cache_clear()
+    assert cli.main(["report", "--out", str(tmp_path)]) == 2, "not in a report that was not asked for them"
 
 
 def test_list_counts_the_rows_of_the_very_heads(shipped: Path, capsys: pytest.CaptureFixture[str]) -> None:

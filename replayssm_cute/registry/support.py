@@ -56,6 +56,7 @@ class ModelSupport(Support):
             hardware or in software.
         tuned: this very device has measured rows for this geometry, state dtype and ring length; never so for
             Gated DeltaNet, whose kernels have none.
+        predicted: the rows for them come from a model of the device instead: their times are no measurements.
         tune_command: the call that fills the missing rows; None where they exist, on a CPU, and for Gated DeltaNet.
         warnings: what to know although it works.
     """
@@ -66,6 +67,7 @@ class ModelSupport(Support):
     backend: str = ""
     rounding: str = ""
     tuned: bool = False
+    predicted: bool = False
     tune_command: str | None = None
     warnings: tuple[str, ...] = ()
 

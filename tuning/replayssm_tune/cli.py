@@ -55,9 +55,9 @@ def command_show(args: argparse.Namespace) -> None:
 
 
 def command_report(args: argparse.Namespace) -> None:
-    """Rows as one HTML page with its plots, and the plots as PNG files."""
+    """Rows as one HTML page with its plots, and the plots as PNG files; predicted rows only where a path names them."""
     from replayssm_tune import figures, report
-    print(report.write(figures.read(args.paths), Path(args.out)))
+    print(report.write(figures.read(args.paths, predicted=bool(args.paths)), Path(args.out)))
 
 
 def command_export(args: argparse.Namespace) -> None:

@@ -47,11 +47,14 @@ def export(folder: Path, archive: Path, force: bool = False) -> list[str]:
 
 
 def merge(path: Path, target: Path, force: bool) -> list[str]:
-    """Write the shipped rows with those of a file over them to ``target``; what stays, as ``rows.store`` says it."""
+    """Write the shipped rows with those of a file over them to ``target``; what stays, as ``rows.store`` says it.
+
+    Shipped rows that are predicted give way as a whole.
+    """
     if tuned.load_file(path).provenance.predicted:
         raise RegistryError(f"{path}: its rows are predicted; only measurements are shipped")
     shipped = tuned.SHIPPED_FOLDER / path.name
-    if shipped.exists():
+    if shipped.exists() and not tuned.load_file(shipped).provenance.predicted:
         shutil.copyfile(shipped, target)
     content = json.loads(path.read_text())
     return rows.store(target, content["provenance"], content["rows"], force)

@@ -20,7 +20,8 @@ PAGE = """<!DOCTYPE html>
 table{{border-collapse:collapse}}td,th{{padding:.1em .8em;text-align:right;border-bottom:1px solid #ddd}}</style></head>
 <body><h1>Mamba2 decode by replay</h1>
 <p>Times are microseconds of one step of one layer, medians over whole staggered ring cycles with cold L2. The floor is
-the time in which a large copy of the same run moves the bytes that the method must move.</p>
+the time in which a large copy of the same run moves the bytes that the method must move. Where a device is marked as
+predicted, its times and its copy come from the speed model.</p>
 {sections}
 </body></html>
 """
@@ -54,7 +55,7 @@ def section(figures: list[Figure], folder: Path) -> str:
     first = figures[0]
     named = [m for m in models.mamba2_models() if any(_splits(m, tp, first.geometry) for tp in m.tp_sizes)]
     whole = next((m for m in named if m.geometry == first.geometry), None)
-    stem = f"{first.device}-{first.geometry}-L{first.buffer_len}".replace("/", "-")
+    stem = f"{first.device}-{first.geometry}-L{first.buffer_len}".replace("/", "-").replace(" ", "_")
     images = [image(draw(figures), folder / f"{stem}-{kind}.png", title) for kind, (draw, title) in PLOTS.items()]
     layers = whole.recurrent_layers if whole else 1
     images.append(image(plots.memory(first.geometry, layers), folder / f"{stem}-memory.png",

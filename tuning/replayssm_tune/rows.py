@@ -91,10 +91,11 @@ def check(path: Path, provenance: dict[str, Any], force: bool = False) -> None:
 
 
 def _held(path: Path, provenance: dict[str, Any], force: bool) -> dict[tuple[int, ...], Row]:
-    """The rows of a file that may stand beside rows of this provenance."""
+    """The rows of a file that may stand beside rows of this provenance; predicted ones give way to measured ones."""
     if not path.exists():
         return {}
-    tuned.load_file(path)
+    if tuned.load_file(path).provenance.predicted and not provenance["predicted"]:
+        return {}
     content = json.loads(path.read_text())
     changed = [name for name in VERSIONS if content["provenance"][name] != provenance[name]]
     differences = ", ".join(f"{name} {content['provenance'][name]}" for name in changed)

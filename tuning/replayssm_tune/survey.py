@@ -66,18 +66,22 @@ def with_rows() -> list[Arch]:
 
 
 def coverage(model: Mamba2Entry, arch: Arch) -> str:
-    """``fp32 10, fp16 10, bf16 missing``: rows of the model's very heads on the very device, by state dtype."""
+    """``fp32 10, fp16 10, bf16 missing``: rows of the model's very heads on the very device, by state dtype.
+
+    ``predicted`` where none was measured and there are rows of the speed model.
+    """
     short = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-    counts = {name: rows_of(model.geometry, name, BUFFER_LEN, arch) for name in DTYPES}
+    found = {name: rows_of(model.geometry, name, BUFFER_LEN, arch) for name in DTYPES}
+    counts = {name: sum(row.measured for row in rows) for name, rows in found.items()}
     if not any(counts.values()):
-        return "missing"
+        return "predicted" if any(row.provenance.predicted for rows in found.values() for row in rows) else "missing"
     return ", ".join(f"{short[name]} {number or 'missing'}" for name, number in counts.items())
 
 
-def rows_of(g: Mamba2Geometry, state_dtype: str, buffer_len: int, arch: Arch) -> int:
-    """How many rows of these very heads and ring length were measured on the very device."""
+def rows_of(g: Mamba2Geometry, state_dtype: str, buffer_len: int, arch: Arch) -> list[tuned.TunedRow]:
+    """The rows of these very heads and ring length: those that the device itself has, or borrows."""
     found = tuned.rows_for(dispatch.OP, problem(g, state_dtype, buffer_len), arch)
-    return sum(row.measured and row.key[:3] == (g.nheads, g.ngroups, buffer_len) for row in found)
+    return [row for row in found if row.key[:3] == (g.nheads, g.ngroups, buffer_len)]
 
 
 def explain(subject: Subject, state_dtypes: Iterable[str], buffer_lens: Iterable[int], batches: Iterable[int],
@@ -92,6 +96,6 @@ def explain(subject: Subject, state_dtypes: Iterable[str], buffer_lens: Iterable
                   f"and {rings / 2**20:.1f} of rings in {layers}")
             for batch in batches:
                 print(dispatch.explain(problem(subject.geometry, name, buffer_len), batch, arch))
-            if arch.kind != "cpu" and not rows_of(subject.geometry, name, buffer_len, arch):
+            if arch.kind != "cpu" and not any(r.measured for r in rows_of(subject.geometry, name, buffer_len, arch)):
                 print(f"these heads were not measured on {arch.name}; there, replayssm-tune run --geometry "
                       f"{subject.geometry} --state-dtype {name} --buffer-len {buffer_len} measures them")
