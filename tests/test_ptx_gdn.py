@@ -34,7 +34,7 @@ def case_of(name: str, **options: Any) -> Case:
     Hk, ratio = spec.heads
     return make_case(**{"spec": spec.tokens > 0, "batch": 4, "k_heads": Hk, "ratio": ratio, "K": 128, "V": 128,
                         "buffer_len": spec.buffer_len, "tokens": spec.tokens or 1, "state": spec.state,
-                        "exact": spec.exact, **spec.case, **options})
+                        "ring": spec.ring, "exact": spec.exact, **spec.case, **options})
 
 
 def step(name: str, target: str, case: Case, **options: Any) -> Case:

@@ -72,7 +72,7 @@ def smem_bytes(problem: GdnProblem, config: GdnConfig) -> int:
     if config.design == "register":
         return fold + 2 * HEAD_SIZE * records * (fold > 0) + 512
     state = config.tile_v * HEAD_SIZE * problem.state_dtype.itemsize
-    vectors = 2 * HEAD_SIZE * (2 * records + 2 * tokens) + 2 * config.tile_v * tokens
+    vectors = 2 * HEAD_SIZE * (problem.ring_dtype.itemsize * records + 2 * tokens) + 2 * config.tile_v * tokens
     return config.stages * (state + vectors + fold + 8 * tokens + 512) + 1024 + 4096 * (fold > 0)
 
 
@@ -81,8 +81,10 @@ def takes(problem: GdnProblem) -> Support:
     g, p = problem.geometry, problem
     if (g.head_k_dim, g.head_v_dim) != (HEAD_SIZE, HEAD_SIZE):
         return Support(False, f"the kernels take K = V = {HEAD_SIZE}, not {g.head_k_dim} and {g.head_v_dim}")
-    if p.act_dtype != torch.bfloat16 or p.ring_dtype != torch.bfloat16:
-        return Support(False, f"the kernels take bf16 inputs and rings, not {p.act_dtype} and {p.ring_dtype}")
+    if p.act_dtype != torch.bfloat16:
+        return Support(False, f"the kernels take bf16 inputs, not {p.act_dtype}")
+    if p.ring_dtype != torch.bfloat16 and p.tokens:
+        return Support(False, f"the kernels of verify steps take bf16 rings, not {p.ring_dtype}")
     if min(p.state_align, p.row_align) < 16:
         return Support(False, f"state rows are aligned to {p.state_align} bytes and input or ring rows to "
                               f"{p.row_align}, not 16")

@@ -1,7 +1,7 @@
 """Folding ring records into a warp's rows of the checkpoint.
 
-* ``fold_ring``  the ring's d at once, on the tensor cores: S = e^{G} S0 + sum_j (w_j d_j) k_j^T, with w_j d_j in bf16
-  parts, which carry it to fp32. The result has the layout of the checkpoint's fragments.
+* ``fold_ring``  the ring's d at once, on the tensor cores: S = e^{G} S0 + sum_j (w_j d_j) k_j^T, with w_j d_j and k_j
+  in bf16 parts, which carry them to fp32. The result has the layout of the checkpoint's fragments.
 * ``fold_exact``  the raw inputs token by token, in the operations and the order of the Triton kernels' ``advance`` (see
   ``fallback_triton.gdn_device``), multiply-adds spelled out: an fp32 checkpoint then has the recurrence's bits.
 
@@ -17,8 +17,8 @@ from cutlass import Float32, const_expr
 from replayssm_cute.kernels import device, mma
 from replayssm_cute.kernels.gdn_config import FOLDED
 from replayssm_cute.kernels.gdn_gates import fma, inverse_norm
-from replayssm_cute.kernels.gdn_mma import split, transpose, unpack
-from replayssm_cute.kernels.gdn_tile import BLOCK, words
+from replayssm_cute.kernels.gdn_mma import bf16_parts, product_of_parts, split, transpose, whole
+from replayssm_cute.kernels.gdn_tile import BLOCK
 
 
 class Fold:
@@ -76,11 +76,11 @@ class Fold:
         for first in range(0, self.blocks, 2):
             halves = []
             for b in range(first, first + 2):
-                row = self.ring_d(src, item, b)
+                parts = bf16_parts(self.ring_d(src, item, b))
                 weights = [self.weight(src, BLOCK * b + 2 * q + e) for e in range(2)]
                 if step is not None:
                     weights = [w * step for w in weights]
-                pairs = [unpack(transpose(words(row)[r])) for r in range(self.rows)]
+                pairs = [whole([transpose(part[r]) for part in parts]) for r in range(self.rows)]
                 halves.append([split(low * weights[0], high * weights[1]) for low, high in pairs])
             result.append([[(halves[0][2 * i][p], halves[0][2 * i + 1][p], halves[1][2 * i][p], halves[1][2 * i + 1][p])
                             for i in range(self.rows // 2)] for p in range(mma.PARTS)])
@@ -89,7 +89,7 @@ class Fold:
     @cute.jit
     def ring_d(self, src, item, block):
         """The lane's part of d of its record of a block; zeros past the last record."""
-        row = self.fragment(self.act_dtype, 2 * self.rows)
+        row = self.fragment(self.ring_dtype, 2 * self.rows)
         row.fill(0.0)
         j = BLOCK * block + item.lane // 4
         if const_expr(BLOCK * block < self.records):
@@ -99,19 +99,20 @@ class Fold:
 
     @cute.jit
     def ring_chunk(self, src, item, c):
-        """Chunk c of k of all records as right operands: [pair of blocks][pair of columns] -> two registers."""
+        """Chunk c of k of all records as right operands: [pair of blocks][pair of columns][part] -> two registers."""
         result = []
         for first in cutlass.range_constexpr(0, self.blocks, 2):
             halves = []
             for i in cutlass.range_constexpr(2):
-                piece = self.fragment(self.act_dtype, self.W)
+                piece = self.fragment(self.ring_dtype, self.W)
                 piece.fill(0.0)
                 j = BLOCK * (first + i) + item.lane // 4
                 if const_expr(BLOCK * (first + i) < self.records):
                     if j < item.records:
                         self.load_k(src, j, c, piece)
-                halves = halves + [[transpose(words(piece)[e]) for e in range(self.W // 2)]]
-            result = result + [list(zip(*halves))]
+                parts = bf16_parts(piece)
+                halves = halves + [[[transpose(part[e]) for part in parts] for e in range(self.W // 2)]]
+            result = result + [[list(zip(*pair)) for pair in zip(*halves)]]
         return result
 
     def ring_product(self, left, keys, i):
@@ -119,8 +120,7 @@ class Fold:
         delta = [mma.zeros() for _ in range(self.W // 2)]
         for parts, columns in zip(left, keys):
             for e in range(self.W // 2):
-                for part in reversed(parts):  # the small parts first
-                    delta[e] = mma.mma(self.act_dtype, part[i], columns[e], delta[e])
+                delta[e] = product_of_parts([part[i] for part in parts], columns[e], delta[e])
         return delta
 
     # ---- from the raw inputs ------------------------------------------------------------------------

@@ -1,15 +1,17 @@
-"""Warp-level pieces of the Gated DeltaNet kernels: tensor-core products and packed bf16 pairs in registers.
+"""Warp-level pieces of the Gated DeltaNet kernels: tensor-core products and packed pairs in registers.
 
 Lane layout as in ``mma.py``: g = lane // 4, q = lane % 4.
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
-from replayssm_cute.kernels import mma
+from replayssm_cute.kernels import device, mma
 from replayssm_cute.kernels.rounding import bits, from_bits
 
 TF32_MASK = 0xFFFFE000        # sign, exponent and ten bits of mantissa: what a tf32 operand keeps
+BF16_PARTS = {cutlass.BFloat16: 1, cutlass.Float16: 2, Float32: mma.PARTS}      # that make up a value of a dtype
 
 
 def mma_tf32(a, b, acc):
@@ -47,11 +49,42 @@ def unpack(word):
     return from_bits(word << 16), from_bits(word & Uint32(0xFFFF0000))
 
 
-def split(low, high):
-    """A pair of fp32 values as ``mma.PARTS`` packed pairs of bf16 whose sum they are, up to 2^-24; largest first."""
+def words(fragment):
+    """A fragment of 2-byte elements as packed registers."""
+    return cute.recast_tensor(fragment, Uint32)
+
+
+def split(low, high, count=mma.PARTS):
+    """A pair of fp32 values as packed pairs of bf16, largest first; three make up 24 bits, two fp16's eleven."""
     parts = []
-    for _ in range(mma.PARTS):
+    for _ in range(count):
         parts.append(pack(low, high))
         a, b = unpack(parts[-1])
         low, high = low - a, high - b
     return parts
+
+
+def bf16_parts(fragment):
+    """A fragment as packed pairs of bf16 whose sum each pair is: [part][pair], largest first."""
+    dtype, n = fragment.element_type, cute.size(fragment)
+    if dtype is cutlass.BFloat16:
+        packed = words(fragment)
+        return [[packed[i] for i in range(n // 2)]]
+    values = device.to_f32(fragment, n)
+    return list(zip(*[split(values[i], values[i + 1], BF16_PARTS[dtype]) for i in range(0, n, 2)]))
+
+
+def whole(parts):
+    """The two Float32 of which ``parts`` are the packed parts; exact."""
+    sums = unpack(parts[-1])
+    for part in reversed(parts[:-1]):
+        sums = [a + b for a, b in zip(unpack(part), sums)]
+    return sums
+
+
+def product_of_parts(left, right, acc):
+    """acc + A B of operands in bf16 parts, the small terms first; those below 2^-24 of the product are left out."""
+    terms = [(i, j) for i in range(len(left)) for j in range(len(right)) if i + j < mma.PARTS]
+    for i, j in sorted(terms, key=lambda term: -sum(term)):
+        acc = mma.mma(cutlass.BFloat16, left[i], right[j], acc)
+    return acc

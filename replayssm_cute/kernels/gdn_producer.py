@@ -121,7 +121,7 @@ class Producer:
         """Bytes that the copies of an item bring."""
         slot, _, pos, _, _, _, count = facts
         state = self.tile_v * self.K * self.state_dtype.width // 8
-        live = state + pos * (2 * (self.K + self.V)) + count * (4 * self.K + 2 * self.tile_v)
+        live = state + pos * (self.ring_bytes * (self.K + self.V)) + count * (4 * self.K + 2 * self.tile_v)
         return Int32(cutlass.select_(slot >= 0, live, Int32(0)))
 
     @cute.jit
@@ -151,14 +151,14 @@ class Producer:
     @cute.jit
     def copy_records(self, s, mRingK, mRingV, key, h, hk, base, pos, stage):
         """The ``pos`` records behind ``base`` in their order: what lies behind the ring's end comes from its front."""
-        full = s.full + stage
+        full, k_bytes, d_bytes = s.full + stage, self.ring_bytes * self.K, self.ring_bytes * self.V
         front = pos
         if const_expr(self.spec):
             front = cutlass.min(pos, self.L - base)
         if front > 0:  # a bulk copy of no bytes is invalid
-            bulk_load(s.k[None, 0, stage], mRingK[key, hk, base, None], front * (2 * self.K), full)
-            bulk_load(s.d[None, 0, stage], mRingV[key, h, base, None], front * (2 * self.V), full)
+            bulk_load(s.k[None, 0, stage], mRingK[key, hk, base, None], front * k_bytes, full)
+            bulk_load(s.d[None, 0, stage], mRingV[key, h, base, None], front * d_bytes, full)
         if const_expr(self.spec):
             if pos > front:
-                bulk_load(s.k[None, front, stage], mRingK[key, hk, 0, None], (pos - front) * (2 * self.K), full)
-                bulk_load(s.d[None, front, stage], mRingV[key, h, 0, None], (pos - front) * (2 * self.V), full)
+                bulk_load(s.k[None, front, stage], mRingK[key, hk, 0, None], (pos - front) * k_bytes, full)
+                bulk_load(s.d[None, front, stage], mRingV[key, h, 0, None], (pos - front) * d_bytes, full)

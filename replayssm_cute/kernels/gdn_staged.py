@@ -112,8 +112,8 @@ class GdnStagedKernel(Order, Producer, Window, Fold, GdnTile):
         return SimpleNamespace(
             state=tensor(self.state_dtype, self.K, self.tile_v, ST, align=128),
             # The ring's k and d; of a row that is folded exactly, the raw k and v.
-            k=tensor(self.act_dtype, self.K, self.records, ST, align=128),
-            d=tensor(self.act_dtype, self.V, self.records, ST, align=128),
+            k=tensor(self.ring_dtype, self.K, self.records, ST, align=128),
+            d=tensor(self.ring_dtype, self.V, self.records, ST, align=128),
             z=tensor(self.act_dtype, self.K, 2 * self.T, ST, align=128),     # q of all tokens, then k
             v=tensor(self.act_dtype, self.tile_v, self.T, ST, align=128),
             weight=tensor(Float32, RECORDS, ST), decay=tensor(Float32, ST),

@@ -11,7 +11,7 @@ results of token q side by side. Ring records are rows of the same kind; those o
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32
 
 from replayssm_cute.gdn_types import GdnProblem
 from replayssm_cute.kernels import rounding
@@ -36,8 +36,10 @@ class GdnTile:
         self.records = max_records(problem)
         self.blocks = -(-self.records // (2 * BLOCK)) * 2          # of ring records, in pairs: rows of a product
         self.tiles = -(-self.T // TILE)                            # of tokens
-        self.state_dtype, self.act_dtype = CUTE_DTYPES[problem.state_dtype], CUTE_DTYPES[problem.act_dtype]
+        self.state_dtype, self.act_dtype, self.ring_dtype = (
+            CUTE_DTYPES[d] for d in (problem.state_dtype, problem.act_dtype, problem.ring_dtype))
         self.wide = self.state_dtype is Float32
+        self.ring_bytes = problem.ring_dtype.itemsize
         self.W = 128 // self.state_dtype.width
         self.chunks = self.K // (4 * self.W)
         self.rows, self.tile_v, self.warps = config.rows, config.tile_v, config.warps
@@ -89,10 +91,6 @@ class GdnTile:
         words = None if dice is None else dice.words(call)
         return rounding.stored(values, words, self.state_dtype, self.hardware_rounding)
 
-    def narrowed(self, values):
-        """Values as a fragment of the inputs' dtype."""
-        return rounding.nearest(values, self.act_dtype)
-
     def zero_window(self):
         """Fragments of z (one a tile of tokens) and of v, zeros."""
         z = [self.fragment(self.act_dtype, self.W, self.chunks) for _ in range(self.tiles)]
@@ -121,11 +119,6 @@ def pick(condition, a, b):
     return Float32(cutlass.select_(condition, a, b))
 
 
-def words(fragment):
-    """A fragment of 2-byte elements as packed registers."""
-    return cute.recast_tensor(fragment, Uint32)
-
-
 def fake_arguments(problem: GdnProblem) -> list[object]:
     """Fake tensors for the arguments of the kernels' ``__call__``, in order; no GPU is needed.
 
@@ -143,8 +136,8 @@ def fake_arguments(problem: GdnProblem) -> list[object]:
     def vector(dtype, size=None):
         return None if dtype is None else fake(CUTE_DTYPES[dtype], (size or cute.sym_int(),), (1,))
 
-    def ring_rows(dtype, *shape, there=True):
-        return fake_rows(dtype, *shape, first=rings, align=16 if dtype is not Float32 else 4) if there else None
+    def ring_rows(dtype, *shape, there=True, align=16):
+        return fake_rows(dtype, *shape, first=rings, align=align) if there else None
 
     a, b, A_log, dt_bias = problem.gate_dtypes
     i32 = torch.int32
@@ -153,9 +146,9 @@ def fake_arguments(problem: GdnProblem) -> list[object]:
         fake_rows(act, Hk, K, first=tokens, align=16), fake_rows(act, HV, V, first=tokens, align=16),
         fake_rows(CUTE_DTYPES[a], HV, first=tokens, align=a.itemsize),
         fake_rows(CUTE_DTYPES[b], HV, first=tokens, align=b.itemsize),
-        vector(A_log), vector(dt_bias), ring_rows(ring, HV, L, V), ring_rows(ring, Hk, L, K), ring_rows(Float32, HV, L),
-        ring_rows(act, HV, L, V, there=exact), ring_rows(act, Hk, L, K, there=exact),
-        ring_rows(Float32, HV, L, there=exact),
+        vector(A_log), vector(dt_bias), ring_rows(ring, HV, L, V), ring_rows(ring, Hk, L, K),
+        ring_rows(Float32, HV, L, align=4), ring_rows(act, HV, L, V, there=exact),
+        ring_rows(act, Hk, L, K, there=exact), ring_rows(Float32, HV, L, there=exact, align=4),
         fake_rows(act, HV, V, first=tokens, align=16), vector(i32) if spec else None, vector(problem.index_dtype),
         vector(problem.key_dtype) if spec else None, vector(i32), vector(i32) if spec else None,
         vector(problem.flag_dtype), Int32(0), vector(torch.int64, SEED_WORDS) if problem.philox_rounds else None]

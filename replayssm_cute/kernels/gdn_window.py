@@ -10,7 +10,9 @@ through (I + A) D = R, solved by forward substitution in fp32:
     R_s = beta_s (v_s - e^{G_s} S_prev k_s)    A_si = beta_s e^{G_s - G_i} (k_i . k_s)
     o_s = e^{G_s} S_prev q_s + sum_{i <= s} e^{G_s - G_i} (k_i . q_s) d_i
 
-q and k stay raw bf16 in every product, which is exact; their norms and the scale multiply the results.
+q and k stay raw in every product: bf16, which is exact, or fp16 beside fp16 (``columns``); their norms and the scale
+multiply the results. The ring's k and d keep what their dtype holds: fp32 is two tf32 parts beside z, in all others
+fp16 and fp32 are bf16 parts.
 """
 
 import cutlass
@@ -20,9 +22,19 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from replayssm_cute.kernels import mma
 from replayssm_cute.kernels.gdn_gates import EPSILON, exp
 from replayssm_cute.kernels.gdn_gates import inverse_norm as rsqrt
-from replayssm_cute.kernels.gdn_mma import mma_tf32, pack, split, split_tf32, transpose, unpack
-from replayssm_cute.kernels.gdn_tile import BLOCK, TILE, pick, words
-from replayssm_cute.kernels.rounding import bits, from_bits
+from replayssm_cute.kernels.gdn_mma import (
+    bf16_parts,
+    mma_tf32,
+    pack,
+    product_of_parts,
+    split,
+    split_tf32,
+    transpose,
+    unpack,
+    words,
+)
+from replayssm_cute.kernels.gdn_tile import BLOCK, TILE, pick
+from replayssm_cute.kernels.rounding import bits, from_bits, nearest
 
 FP16_SHIFT = 13      # columns of z have a norm of at most 2^13 where they are carried in fp16
 
@@ -58,8 +70,10 @@ class Window:
         norms_q, norms_k = self.squares(gram, lane)
         inverse_q = [self.inverse(n) * self.problem.scale for n in norms_q]
         inverse_k = [self.inverse(n) for n in norms_k]
-        history = self.history(src, ring, z, lane)
-        columns, undo_q, undo_k = self.state_columns(z, gram, norms_q, norms_k, lane)
+        beside_ring = self.columns(self.ring_dtype, z, gram, norms_q, norms_k, lane)
+        history = self.history(src, ring, beside_ring, lane)
+        columns, undo_q, undo_k = beside_ring if const_expr(self.ring_dtype is self.state_dtype) else \
+            self.columns(self.state_dtype, z, gram, norms_q, norms_k, lane)
         before = []                                                # by row: by tile: (q, k)
         for i in cutlass.range_constexpr(self.rows // 2):
             sums = self.state_products(src, i, columns)
@@ -125,8 +139,8 @@ class Window:
         result = []
         for block in cutlass.range_constexpr(self.blocks):
             j = BLOCK * block + lane // 4
-            k_rows = self.fragment(self.act_dtype, self.W, self.chunks)
-            d_row = self.fragment(self.act_dtype, 2 * self.rows)
+            k_rows = self.fragment(self.ring_dtype, self.W, self.chunks)
+            d_row = self.fragment(self.ring_dtype, 2 * self.rows)
             k_rows.fill(0.0)
             d_row.fill(0.0)
             if const_expr(BLOCK * block < self.records):
@@ -137,47 +151,49 @@ class Window:
             result = result + [(k_rows, d_row)]
         return result
 
-    def history(self, src, ring, z, lane):
+    def history(self, src, ring, columns, lane):
         """What the ring contributes: by pair of blocks, (d^T as left operands, weighted scores as right ones)."""
         result = []
         for first in range(0, self.blocks, 2):
             pair = ring[first:first + 2]
-            d = [[transpose(words(row)[r]) for r in range(self.rows)] for _, row in pair]
-            result.append((d, self.scores(src, first, [words(k) for k, _ in pair], z, lane)))
+            d = [[[transpose(word) for word in part] for part in bf16_parts(row)] for _, row in pair]
+            result.append((list(zip(*d)), self.scores(src, first, [k for k, _ in pair], columns, lane)))
         return result
 
-    def scores(self, src, first, keys, z, lane):
+    def scores(self, src, first, keys, columns, lane):
         """w_j (k_j . z) of two blocks of records: [tile of tokens][part] -> right operand of two registers."""
-        g = lane // 4
+        g, (packed, undo_q, undo_k) = lane // 4, columns
         weights = [self.weight(src, BLOCK * (first + i) + g) for i in range(2)]
         result = []
         for t in range(self.tiles):
-            packed, acc = words(z[t]), [mma.zeros(), mma.zeros()]
-            for c in range(self.chunks):
-                for i in range(0, self.W // 2, 2):
-                    acc[c % 2] = mma.mma(self.act_dtype, [keys[n % 2][i + n // 2, c] for n in range(4)],
-                                         [packed[i + j, c] for j in range(2)], acc[c % 2])
-            acc = total(*acc)
-            halves = [[transpose(p) for p in split(acc[2 * i] * weights[i], acc[2 * i + 1] * weights[i])]
-                      for i in range(2)]
+            acc = self.products(keys, packed[t])
+            halves = [[transpose(p) for p in split(acc[2 * i] * (weights[i] * undo_q[t]),
+                                                   acc[2 * i + 1] * (weights[i] * undo_k[t]))] for i in range(2)]
             result.append(list(zip(*halves)))
         return result
+
+    def products(self, rows, columns):
+        """Two rows of a lane, fragments of all chunks, times the columns of a tile."""
+        wide = rows[0].element_type is Float32
+        sums = [mma.zeros() for _ in range(4 if wide else 2)]
+        for c in range(self.chunks):
+            self.add_product([row[None, c] for row in rows], c, columns, sums)
+        return total(*sums)
 
     def add_history(self, history, i, t, sums):
         """sums + sum_j w_j d_j (k_j . z) for the lane's rows 2 i and 2 i + 1 and the columns of tile t."""
         for d, scores in history:
-            left = [d[0][2 * i], d[0][2 * i + 1], d[1][2 * i], d[1][2 * i + 1]]
-            for part in reversed(scores[t]):  # the small parts first
-                sums = mma.mma(self.act_dtype, left, part, sums)
+            left = [(a[2 * i], a[2 * i + 1], b[2 * i], b[2 * i + 1]) for a, b in d]
+            sums = product_of_parts(left, scores[t], sums)
         return sums
 
-    def state_columns(self, z, gram, norms_q, norms_k, lane):
-        """z as the right operands beside the state, and what undoes their scaling for q and k.
+    def columns(self, dtype, z, gram, norms_q, norms_k, lane):
+        """z as the right operands beside rows of ``dtype``, and what undoes their scaling for q and k.
 
-        An fp16 state takes z in fp16, over a power of two that brings its norm into fp16's range; that is exact.
+        fp16 takes z in fp16, over a power of two that brings its norm into fp16's range; that is exact.
         """
         one = [Float32(1.0)] * self.tiles
-        if self.state_dtype is not cutlass.Float16:
+        if dtype is not cutlass.Float16:
             return [words(t) for t in z], one, one
         g, columns = lane // 4, []
         for t in range(self.tiles):
@@ -198,22 +214,22 @@ class Window:
         for c in range(self.chunks):
             rows = [self.load_state(src, c, 2 * i + r) for r in range(2)]
             for t in range(self.tiles):
-                if self.wide:
-                    self.wide_product(rows, c, columns[t], sums[t])
-                else:
-                    self.half_product(rows, c, columns[t], sums[t])
+                self.add_product(rows, c, columns[t], sums[t])
         return [total(*s) for s in sums]
 
-    def half_product(self, rows, c, columns, sums):
-        """Adds chunk c of two rows of 2-byte elements to one of the sums."""
+    def add_product(self, rows, c, columns, sums):
+        """Adds chunk c of two rows of a lane to one of the sums; what tf32 drops of fp32 has sums of its own."""
+        if rows[0].element_type is Float32:
+            self.wide_product(rows, c, columns, sums)
+            return
         a = [words(row) for row in rows]
         for i in range(0, self.W // 2, 2):
-            sums[c % 2] = mma.mma(self.state_dtype, [a[j % 2][i + j // 2] for j in range(4)],
+            sums[c % 2] = mma.mma(rows[0].element_type, [a[j % 2][i + j // 2] for j in range(4)],
                                   [columns[i + j, c] for j in range(2)], sums[c % 2])
 
     def wide_product(self, rows, c, columns, sums):
-        """The same of fp32 rows, in tf32; what that drops goes into sums of its own."""
-        for i in range(2):
+        """The same of fp32 rows, in tf32."""
+        for i in range(self.W // 2):
             columns_of = [bits(x) for x in unpack(columns[i, c])]
             high, low = split_tf32([rows[j % 2][2 * i + j // 2] for j in range(4)])
             sums[c % 2] = mma_tf32(high, columns_of, sums[c % 2])
@@ -274,10 +290,12 @@ class Window:
             out, record = self.to_neighbours(o[t], odd), self.to_neighbours(d[t], odd)
             token = TILE * t + q
             if token < item.count:
-                cute.autovec_copy(self.narrowed(out), self.neighbours(mOut[item.start + token, h, None], warp, lane))
+                cute.autovec_copy(nearest(out, self.act_dtype),
+                                  self.neighbours(mOut[item.start + token, h, None], warp, lane))
                 if item.append:
                     row = self.ring_row(item.base, item.records + token)
-                    cute.autovec_copy(self.narrowed(record), self.neighbours(mDc[item.key, h, row, None], warp, lane))
+                    cute.autovec_copy(nearest(record, self.ring_dtype),
+                                      self.neighbours(mDc[item.key, h, row, None], warp, lane))
                     if const_expr(self.exact):
                         cute.autovec_copy(v[t], self.neighbours(mRv[item.key, h, row, None], warp, lane))
                     if warp == 0 and lane < 4:
@@ -299,7 +317,7 @@ class Window:
                         cute.autovec_copy(z[None, c], self.chunk(mRk[item.key, hk, row, None], c, q))
                     raw = self.fragment(Float32, self.W)
                     raw.store(z[None, c].load().to(Float32))
-                    cute.autovec_copy(self.narrowed([raw[e] * norm for e in range(self.W)]),
+                    cute.autovec_copy(nearest([raw[e] * norm for e in range(self.W)], self.ring_dtype),
                                       self.chunk(mKc[item.key, hk, row, None], c, q))
 
     def ring_row(self, base, j):

@@ -33,6 +33,7 @@ class Spec:
         state: dtype of the checkpoint.
         tokens: T; 0 for standard decode.
         exact: the exact fold.
+        ring: dtype of the rings of d and k.
         heads: (Hk, ratio).
         config: ``GdnConfig`` arguments.
         problem: further fields of ``GdnProblem``.
@@ -42,6 +43,7 @@ class Spec:
     state: torch.dtype
     tokens: int = 0
     exact: bool = False
+    ring: torch.dtype = bf16
     heads: tuple[int, int] = (1, 1)
     buffer_len: int = 16
     config: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +54,7 @@ class Spec:
         Hk, ratio = self.heads
         gate = self.case.get("gate_dtype") or bf16
         return GdnProblem(
-            GdnGeometry(Hk, Hk * ratio), self.buffer_len, self.state, bf16, bf16, (gate, gate, f32, f32),
+            GdnGeometry(Hk, Hk * ratio), self.buffer_len, self.state, bf16, self.ring, (gate, gate, f32, f32),
             index_dtype=self.case.get("index_dtype", torch.int32), key_dtype=torch.int64,
             flag_dtype=torch.int8 if self.tokens else torch.int32 if self.case.get("force", True) else None,
             tokens=self.tokens, exact_fold=self.exact, l2norm=self.case.get("l2norm", True), **self.problem)
@@ -77,6 +79,10 @@ SPECS = {
     "decode-ratio3": Spec(bf16, heads=(2, 3), config=HEAD, case={"index_dtype": torch.int64, "force": False}),
     "decode-l32": Spec(f32, heads=(1, 4), buffer_len=32, config=staged(4, 64, evict_first=True),
                        case={"l2norm": False, "gate_dtype": f32}),
+    "decode-f32-f32": Spec(f32, ring=f32, config=WIDE),
+    "decode-f32-f32-reg": Spec(f32, ring=f32, config=register(2, 32)),
+    "decode-f16-f16": Spec(f16, ring=f16, config=NARROW),
+    "decode-f16-f16-reg": Spec(f16, ring=f16, heads=(1, 2), config=register(2, 32)),
     "ring-f32": Spec(f32, 4, config=staged(4, 64)), "ring-bf16": Spec(bf16, 4, config=NARROW),
     "ring-bf16-reg": Spec(bf16, 4, config=register(2, 32)),
     "ring-t16": Spec(f32, 16, buffer_len=32, heads=(1, 2), config=staged(2, 64)),
@@ -88,7 +94,8 @@ SPECS = {
     "exact-bf16-flush": Spec(bf16, 4, True, config=HEAD, problem={"launch_mode": "flush"})}
 #: What is compiled for a target; the kernels have one source, and the targets differ in a few instructions.
 NAMES = {"sm_100a": tuple(SPECS), "sm_103a": ("decode-bf16-sr",),
-         "sm_90a": ("decode-bf16", "decode-f32-reg", "decode-f16-sr-reg", "ring-f32", "exact-f32", "exact-bf16")}
+         "sm_90a": ("decode-bf16", "decode-f32-reg", "decode-f16-sr-reg", "decode-f32-f32", "decode-f16-f16",
+                    "ring-f32", "exact-f32", "exact-bf16")}
 
 
 @functools.cache
