@@ -13,7 +13,7 @@ import functools
 import importlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,14 +73,21 @@ def candidates(problem: Mamba2Problem, batch: int, arch: Arch) -> tuple[Candidat
     """Every backend in the order in which it would be tried on this device."""
     row = tuned.lookup(OP, problem, batch, arch)
     found = []
-    for backend, why in _preference(tuned.fastest(OP, problem, arch), arch):
+    for backend, why in preference(tuned.fastest(OP, problem, arch), arch):
         entry = row.backends.get(backend) if row else None
         found.append(Candidate(backend, backend_module(backend).supports(problem, arch),
                                entry.config if entry else None, why, row.describe() if row and entry else ""))
     return tuple(found)
 
 
-def _preference(measured: tuple[str, str] | None, arch: Arch) -> list[tuple[str, str]]:
+def preference(measured: tuple[str, str] | None, arch: Arch,
+               unmeasured: tuple[str, str] = ("triton", "no measurement on this device")) -> list[tuple[str, str]]:
+    """(backend, why) in the order in which backends are tried.
+
+    Args:
+        measured: the backend that is faster on this device, with the evidence; None where there is none.
+        unmeasured: the first choice on 9.0 without, and why.
+    """
     if arch.kind == "cpu":
         return [("torch", "no GPU"), ("triton", "interpreter only"), ("cute", "no GPU")]
     last = ("torch", "slow: materialises the states")
@@ -88,8 +95,7 @@ def _preference(measured: tuple[str, str] | None, arch: Arch) -> list[tuple[str,
         return [("cute", "the kernels are specialised for this architecture"),
                 ("triton", "fallback"), last]
     if arch.kind == "cuda" and arch.capability == (9, 0):
-        name, evidence = measured or ("triton", None)
-        why = f"measured as faster: {evidence}" if evidence else "no measurement on this device"
+        name, why = (measured[0], f"measured as faster: {measured[1]}") if measured else unmeasured
         if name == "cute":
             return [("cute", why), ("triton", "fallback"), last]
         return [("triton", why), ("cute", "second choice"), last]
@@ -187,9 +193,15 @@ def first_call(launch: Launch, args: tuple[Any, ...], subject: str, named: bool,
 def explain(problem: Mamba2Problem, batch: int, device: torch.device | str | Arch | None = None) -> str:
     """The decision for a problem, one line a backend in the order of preference."""
     arch = device if isinstance(device, Arch) else archs.of(archs.default_device() if device is None else device)
-    lines = [f"{describe(problem)}, batch {batch}, on {arch}:"]
+    return lines(describe(problem), problem, batch, arch, candidates(problem, batch, arch))
+
+
+def lines(subject: str, problem: Mamba2Problem | GdnProblem, batch: int, arch: Arch,
+          found: Iterable[Candidate]) -> str:
+    """``explain`` of the candidates of any operation."""
+    lines = [f"{subject}, batch {batch}, on {arch}:"]
     chosen = False
-    for c in candidates(problem, batch, arch):
+    for c in found:
         if c.support and not chosen:
             chosen, mark = True, "->"
         else:

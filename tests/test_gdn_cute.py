@@ -36,7 +36,7 @@ def gpu(major: int, minor: int) -> Arch:
     (gpu(12, 0), ("triton", "cute", "torch")), (Arch("hip", name="MI300X"), ("triton", "cute", "torch")),
     (CPU, ("torch", "triton", "cute"))], ids=str)
 def test_order_of_preference(arch: Arch, order: tuple[str, ...]) -> None:
-    assert gdn_dispatch.preference(arch) == order
+    assert tuple(name for name, _ in gdn_dispatch.preference(DECODE, arch)) == order
 
 
 def test_what_cute_refuses_is_served_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,7 @@ def test_what_cute_refuses_is_served_by_the_next(monkeypatch: pytest.MonkeyPatch
         def supports(self, problem: Any, arch: Any) -> Any:
             return SUPPORTED
 
-        def prepare(self, problem: Any, arch: Any) -> Any:
+        def prepare(self, problem: Any, arch: Any, tuned: Any) -> Any:
             return print
 
     module = gdn_dispatch.backend_module

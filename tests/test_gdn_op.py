@@ -152,11 +152,11 @@ def test_a_failing_backend_falls_through_with_a_warning(monkeypatch: pytest.Monk
         def supports(self, problem: Any, arch: Any) -> Any:
             return gdn_dispatch.Support(True)
 
-        def prepare(self, problem: Any, arch: Any) -> Any:
+        def prepare(self, problem: Any, arch: Any, tuned: Any) -> Any:
             raise RuntimeError("cannot compile")
 
     module = gdn_dispatch.backend_module
-    monkeypatch.setattr(gdn_dispatch, "preference", lambda arch: ("triton", "torch"))
+    monkeypatch.setattr(gdn_dispatch, "preference", lambda problem, arch: [("triton", ""), ("torch", "")])
     monkeypatch.setattr(gdn_dispatch, "backend_module", lambda n: Broken() if n == "triton" else module(n))
     monkeypatch.setattr(gdn_dispatch, "_launches", {})
     check_step(make_case(K=11), run)

@@ -125,7 +125,7 @@ def test_shape_and_state_dtype_are_exact(folders: Folders, other: Mamba2Problem)
 
 def test_another_op_or_device_has_no_rows(folders: Folders) -> None:
     folders.write([row()])
-    assert tuned.lookup("gdn_decode", problem(), 64, H200) is None
+    assert tuned.lookup("mamba2_verify", problem(), 64, H200) is None
     assert tuned.lookup(OP, problem(), 64, Arch("cpu")) is None
     assert tuned.lookup(OP, problem(), 64, Arch("cuda", (8, 0), "NVIDIA_A100-SXM4-80GB", 108)) is None
 

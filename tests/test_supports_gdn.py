@@ -78,7 +78,8 @@ def test_a_geometry_without_an_entry() -> None:
     answer = supports_replayssm({**QWEN3_NEXT, "linear_num_value_heads": 64}, tp=2, **CPU)
     assert not answer and answer.model is None and answer.geometry == GdnGeometry(8, 32)
     assert answer.reason.startswith("qwen3_next 64/16x128x128: no registry entry has this geometry")
-    assert answer.tune_command is None and "tune" not in answer.reason
+    assert answer.reason.endswith("to tune it, run replayssm-tune run --geometry 32/8x128x128 --op gdn_decode "
+                                  "--state-dtype bfloat16 --buffer-len 16")
 
 
 def test_a_state_dtype_that_was_not_validated(monkeypatch: pytest.MonkeyPatch) -> None:

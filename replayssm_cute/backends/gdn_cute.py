@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
-from torch import Tensor
-
 from replayssm_cute.arch import Arch
+from replayssm_cute.backends import gdn_batches
 from replayssm_cute.backends.cute import installed
-from replayssm_cute.gdn_dispatch import Problem
+from replayssm_cute.gdn_dispatch import Problem, TunedPlan
 from replayssm_cute.gdn_types import GdnFoldProblem, GdnProblem
 from replayssm_cute.kernels.gdn_config import GdnConfig, heuristic, ranked, validate
 from replayssm_cute.kernels.targets import Target, for_capability
@@ -28,33 +28,24 @@ def supports(problem: Problem, arch: Arch) -> Support:
     return SUPPORTED
 
 
-def plan(problem: GdnProblem, target: Target) -> list[tuple[int, GdnConfig]]:
-    """The heuristic's choices: (largest batch, config), ascending; the last one serves whatever is larger still."""
-    steps: list[tuple[int, GdnConfig]] = []
-    for batch in (1 << n for n in range(17)):
-        config = heuristic(problem, batch, target)
-        assert config is not None, "supports() was asked first"
-        if steps and steps[-1][1] == config:
-            steps.pop()
-        steps.append((batch, config))
-    return steps
+def plan(problem: GdnProblem, target: Target, tuned: TunedPlan = ()) -> list[tuple[int, GdnConfig]]:
+    """The tuned choices where they are valid for this very problem, else the heuristic's; see ``gdn_batches.plan``."""
+    def choose(batch: int, config: GdnConfig | None) -> GdnConfig:
+        if config is not None and validate(problem, config, target):
+            return config
+        default = heuristic(problem, batch, target)
+        assert default is not None, "supports() was asked first"
+        return default
+
+    return gdn_batches.plan(GdnConfig, tuned, (1 << n for n in range(17)), choose)
 
 
-def prepare(problem: Problem, arch: Arch) -> Callable[..., object]:
-    """The step for any batch: what each batch takes is compiled here, so that nothing compiles in a graph capture.
-
-    No choice of ``plan`` shows in the results, so the batch may make it.
-    """
+def prepare(problem: Problem, arch: Arch, tuned: TunedPlan = ()) -> Callable[..., object]:
+    """The step for any batch."""
     from replayssm_cute.kernels.gdn import compile_gdn, in_order
 
     target = for_capability(arch.capability)
     assert target is not None and isinstance(problem, GdnProblem), "supports() was asked first"
-    launches = [(batch, compile_gdn(problem, config, target.name, arch.sms)) for batch, config in plan(problem, target)]
-    last, spec = launches.pop()[1], problem.tokens > 0
-
-    def step(*args: Tensor | int | None) -> object:
-        rows: Tensor = args[15] if spec else args[2]  # type: ignore[assignment]
-        batch = rows.shape[0] - spec
-        launch = next((f for limit, f in launches if batch <= limit), last)
-        return launch(*in_order(spec, args))
-    return step
+    launches = [(batch, compile_gdn(problem, config, target.name, arch.sms))
+                for batch, config in plan(problem, target, tuned)]
+    return gdn_batches.by_batch(problem, launches, functools.partial(in_order, problem.tokens > 0))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from replayssm_cute.arch import Arch
-from replayssm_cute.gdn_dispatch import Problem
+from replayssm_cute.gdn_dispatch import Problem, TunedPlan
 from replayssm_cute.gdn_layout import RAW_NAMES, RING_NAMES
 from replayssm_cute.gdn_types import GdnFoldProblem, GdnProblem
 from replayssm_cute.reference import gdn, gdn_spec
@@ -19,7 +19,7 @@ def supports(problem: Problem, arch: Arch) -> Support:
     return SUPPORTED
 
 
-def prepare(problem: Problem, arch: Arch) -> Callable[..., object]:
+def prepare(problem: Problem, arch: Arch, tuned: TunedPlan = ()) -> Callable[..., object]:
     if isinstance(problem, GdnFoldProblem):
         return _fold(problem)
     return _verify(problem) if problem.tokens else _decode(problem)

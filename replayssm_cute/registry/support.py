@@ -54,10 +54,10 @@ class ModelSupport(Support):
             the batch has no part in it: standard decode, or with drafts verify and the folds outside of it.
         rounding: how that backend rounds the stored checkpoint: ``"to nearest"``, or stochastically in
             hardware or in software.
-        tuned: this very device has measured rows for this geometry, state dtype and ring length; never so for
-            Gated DeltaNet, whose kernels have none.
+        tuned: this very device has measured rows for this geometry, state dtype and ring length, and for
+            Gated DeltaNet with drafts for the window, with the exact fold.
         predicted: the rows for them come from a model of the device instead: their times are no measurements.
-        tune_command: the call that fills the missing rows; None where they exist, on a CPU, and for Gated DeltaNet.
+        tune_command: the call that fills the missing rows; None where they exist and on a CPU.
         warnings: what to know although it works.
     """
 

@@ -12,6 +12,7 @@ from replayssm_cute.errors import ArgumentError, UnsupportedError
 from replayssm_cute.gdn_layout import MAX_TOKENS
 from replayssm_cute.gdn_types import GdnFoldProblem, GdnGeometry, GdnProblem
 from replayssm_cute.gdn_validate import MEASURED_DRIFT, STATE_DTYPES, check_serving
+from replayssm_cute.registry import tuned
 from replayssm_cute.registry.entries import GdnEntry
 from replayssm_cute.registry.options import Options, dtype_name, refuse_rounding
 from replayssm_cute.rounding import DEFAULT_ROUNDS
@@ -37,7 +38,8 @@ def refuse(geometry: GdnGeometry, state_dtype: torch.dtype, options: Options) ->
 
 def choose(geometry: GdnGeometry, state_dtype: torch.dtype, act: torch.dtype, options: Options,
            arch: Arch) -> dict[str, Any]:
-    """The fields ``backend`` and ``rounding`` of the answer, and ``slow``: PyTorch serves one of the operations.
+    """The fields ``backend``, ``rounding``, ``tuned`` and ``predicted`` of the answer, and ``slow``: PyTorch serves one
+    of the operations.
 
     Without drafts that is standard decode; with drafts the verify step, and the folds that an engine makes outside of
     it. The rings have the dtype of the activations. For decode, SGLang allocates them in that of the checkpoint: where
@@ -49,7 +51,7 @@ def choose(geometry: GdnGeometry, state_dtype: torch.dtype, act: torch.dtype, op
         other, cause = _first(_decode(geometry, state_dtype, act, state_dtype, options), arch)
         beside = f"; with {dtype_name(state_dtype)} rings: {other} ({cause})" if other != backend else ""
         return {"backend": f"decode: {backend} ({why}){beside}", "rounding": dispatch.rounding(problem, arch, backend),
-                "slow": backend == "torch"}
+                "slow": backend == "torch", **_rows(problem, arch)}
     verify = GdnProblem(geometry, options.buffer_len, state_dtype, act, act, (act, act, torch.float32, act),
                         flag_dtype=torch.int8, scale=geometry.head_k_dim ** -0.5,
                         tokens=1 + options.speculative_tokens, exact_fold=True)
@@ -58,7 +60,8 @@ def choose(geometry: GdnGeometry, state_dtype: torch.dtype, act: torch.dtype, op
     step, folds = _first(verify, arch), _first(fold, arch)
     return {"backend": f"verify of {verify.tokens} tokens: {step[0]} ({step[1]}); "
                        f"folds outside of it: {folds[0]} ({folds[1]})",
-            "rounding": dispatch.rounding(verify, arch, step[0]), "slow": "torch" in (step[0], folds[0])}
+            "rounding": dispatch.rounding(verify, arch, step[0]), "slow": "torch" in (step[0], folds[0]),
+            **_rows(verify, arch)}
 
 
 def _decode(geometry: GdnGeometry, state_dtype: torch.dtype, act: torch.dtype, ring: torch.dtype,
@@ -68,20 +71,29 @@ def _decode(geometry: GdnGeometry, state_dtype: torch.dtype, act: torch.dtype, r
                       philox_rounds=DEFAULT_ROUNDS if options.stochastic_rounding else 0)
 
 
+def _rows(problem: GdnProblem, arch: Arch) -> dict[str, bool]:
+    """The fields ``tuned`` and ``predicted``."""
+    rows = tuned.of_layer(problem.op, problem, arch)
+    return {"tuned": any(row.measured for row in rows), "predicted": any(row.provenance.predicted for row in rows)}
+
+
 def _first(problem: GdnProblem | GdnFoldProblem, arch: Arch) -> tuple[str, str]:
-    """The backend that would serve a problem, and why: what keeps the faster ones from it."""
-    answers = {name: gdn_dispatch.backend_module(name).supports(problem, arch) for name in gdn_dispatch.BACKENDS}
-    backend = next(name for name in gdn_dispatch.preference(arch) if answers[name])
+    """The backend that would serve a problem, and why: what keeps the faster ones from it, or that it was measured."""
+    answers = {name: gdn_dispatch.backend_module(name).supports(problem, arch) for name in dispatch.BACKENDS}
+    backend, why = next((name, why) for name, why in gdn_dispatch.preference(problem, arch) if answers[name])
     if arch.kind == "cpu":
         return backend, "no GPU"
-    faster = gdn_dispatch.BACKENDS[:gdn_dispatch.BACKENDS.index(backend)]
+    faster = dispatch.BACKENDS[:dispatch.BACKENDS.index(backend)]
     return backend, "; ".join(f"{name}: {answers[name].reason}" for name in faster if not answers[name]) \
-        or "the first choice on this architecture"
+        or (why if why.startswith("measured as faster: ") else "the first choice on this architecture")
 
 
 def tune_command(subject: str, state_dtype: torch.dtype, options: Options) -> str | None:
-    """None: the tuner has no Gated DeltaNet kernels; their heuristic does not look at tuned rows."""
-    return None
+    """The call that measures standard decode, or with drafts the verify step with the exact fold."""
+    tokens = 1 + options.speculative_tokens
+    step = f"gdn_verify --spec-tokens {tokens}" if options.speculative_tokens else "gdn_decode"
+    return f"replayssm-tune run {subject} --op {step} --state-dtype {dtype_name(state_dtype)} " \
+           f"--buffer-len {options.buffer_len}"
 
 
 def warnings(entry: GdnEntry, state_dtype: torch.dtype, options: Options) -> list[str]:

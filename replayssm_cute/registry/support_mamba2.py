@@ -39,16 +39,14 @@ def refuse(geometry: Mamba2Geometry, state_dtype: torch.dtype, options: Options)
 def choose(geometry: Mamba2Geometry, state_dtype: torch.dtype, act: torch.dtype, options: Options,
            arch: Arch) -> dict[str, Any]:
     """The fields ``backend``, ``rounding``, ``tuned`` and ``predicted`` of the answer, and ``slow``: PyTorch serves."""
-    g = geometry
-    problem = Mamba2Problem(g, options.buffer_len, state_dtype, act, act, act, torch.int8,
+    problem = Mamba2Problem(geometry, options.buffer_len, state_dtype, act, act, act, torch.int8,
                             torch.int32, dt_bias_dtype=act, D_dtype=act,
                             philox_rounds=DEFAULT_ROUNDS if options.stochastic_rounding else 0)
     choices: dict[tuple[str, str], list[str]] = {}
     for batch in _BATCHES:
         first = next(c for c in dispatch.candidates(problem, batch, arch) if c.support)
         choices.setdefault((first.backend, first.why), []).append(str(batch))
-    rows = [row for row in tuned.rows_for(dispatch.OP, problem, arch)
-            if row.key[:3] == (g.nheads, g.ngroups, options.buffer_len)]
+    rows = tuned.of_layer(dispatch.OP, problem, arch)
     return {"backend": "; ".join(f"batch {', '.join(batches)}: {backend} ({why})"
                                  for (backend, why), batches in choices.items()),
             "rounding": "; ".join(dict.fromkeys(dispatch.rounding(problem, arch, backend) for backend, _ in choices)),

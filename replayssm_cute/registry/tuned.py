@@ -54,7 +54,7 @@ from replayssm_cute.registry.tuned_sizes import SIZES, Distance, ratio
 from replayssm_cute.types import Mamba2Problem
 
 __all__ = ["Provenance", "TunedEntry", "TunedFile", "TunedRow", "by_batch", "clear_cache", "fastest", "file_name",
-           "files", "load_file", "lookup", "rows_for", "write_rows"]
+           "files", "load_file", "lookup", "of_layer", "rows_for", "write_rows"]
 
 log = logging.getLogger("replayssm_cute")
 
@@ -106,6 +106,11 @@ def rows_for(op: str, problem: Problem, arch: Arch) -> tuple[TunedRow, ...]:
         if device is not None:
             return tuple(replace(row, borrowed=device != arch.name) for row in by_device[device])
     return ()
+
+
+def of_layer(op: str, problem: Problem, arch: Arch) -> tuple[TunedRow, ...]:
+    """Those of ``rows_for`` whose heads, ring and window are the very ones of the problem."""
+    return tuple(row for row in rows_for(op, problem, arch) if row.key[:-1] == SIZES[op].layer(problem))
 
 
 def fastest(op: str, problem: Problem, arch: Arch) -> tuple[str, str] | None:

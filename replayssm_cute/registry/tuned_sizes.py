@@ -51,6 +51,10 @@ class Size(Protocol):
     def geometry(self, dims: tuple[int, int]) -> Any:
         """Heads of one rank; ``dims`` are those of the file's name."""
 
+    @classmethod
+    def layer(cls, problem: Any) -> tuple[Any, ...]:
+        """``key`` of a row for this very problem, without the batch."""
+
     def misfit(self, problem: Any) -> Distance | None:
         """How far a problem is, whatever its batch; the least fits best. None: a row of this size never serves it."""
 
@@ -92,6 +96,10 @@ class Mamba2Size:
     def geometry(self, dims: tuple[int, int]) -> Mamba2Geometry:
         return Mamba2Geometry(self.nheads, *dims, self.ngroups)
 
+    @classmethod
+    def layer(cls, problem: Mamba2Problem) -> tuple[Any, ...]:
+        return problem.geometry.nheads, problem.geometry.ngroups, problem.buffer_len
+
     def misfit(self, problem: Mamba2Problem) -> Distance | None:
         return (ratio(self.nheads // self.ngroups, problem.geometry.heads_per_group),
                 *_length(self.buffer_len, problem.buffer_len))
@@ -127,6 +135,11 @@ class GdnDecodeSize:
     def geometry(self, dims: tuple[int, int]) -> GdnGeometry:
         return GdnGeometry(self.num_k_heads, self.num_v_heads, *dims)
 
+    @classmethod
+    def layer(cls, problem: GdnProblem) -> tuple[Any, ...]:
+        g, ring = problem.geometry, str(problem.ring_dtype).removeprefix("torch.")
+        return g.num_v_heads, g.num_k_heads, ring, problem.buffer_len
+
     def misfit(self, problem: GdnProblem) -> Distance | None:
         if problem.ring_dtype != getattr(torch, self.ring_dtype):
             return None
@@ -152,6 +165,11 @@ class GdnVerifySize(GdnDecodeSize):
             return str(error)
         return super().fault()
 
+    @classmethod
+    def layer(cls, problem: GdnProblem) -> tuple[Any, ...]:
+        *heads_and_ring, buffer_len = super().layer(problem)
+        return *heads_and_ring, "exact" if problem.exact_fold else "ring", problem.tokens, buffer_len
+
     def misfit(self, problem: GdnProblem) -> Distance | None:
         """Kernels differ by the fold and by the tiles of tokens, which hold 4, 8 or 16."""
         base = super().misfit(problem)
@@ -164,6 +182,6 @@ def _tile(tokens: int) -> int:
     return 4 if tokens <= 4 else 8 if tokens <= 8 else 16
 
 
-#: By operation, as the dispatcher counts it.
-SIZES: dict[str, type[Mamba2Size] | type[GdnDecodeSize]] = {
+#: Classes that offer ``Size``, by operation as the dispatcher counts it.
+SIZES: dict[str, type[Any]] = {
     "mamba2_decode": Mamba2Size, "gdn_decode": GdnDecodeSize, "gdn_verify": GdnVerifySize}
