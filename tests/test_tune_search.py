@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -71,6 +73,66 @@ def test_finalists_are_sampled_in_turns_and_the_median_counts(lab: Lab, tmp_path
     assert found["config"] == {"name": "good"} and found["us"] == 9.6
     rounds = [name for do, name in lab.asked if do == "sample"]
     assert rounds == ["default", "lucky", "good"] * ROUNDS
+
+
+def noisy(times: dict[str, float], seed: int, spread: float) -> dict[str, list[float]]:
+    """Samples of every candidate, each off by up to ``spread``."""
+    dice = random.Random(seed)
+    return {name: [us * (1 + dice.uniform(-spread, spread)) for _ in range(ROUNDS)] for name, us in times.items()}
+
+
+def test_noise_does_not_decide(tmp_path: Path) -> None:
+    """Fifty tunings whose samples spread by 0.4% in all, as on an H200: one choice, whichever has the least median."""
+    true, least, chosen = {"default": 10.0, "a": 9.99, "b": 9.98, "c": 10.01, "slow": 10.4}, set(), set()
+    for seed in range(50):
+        lab = Lab()
+        lab.times = noisy(true, seed, 0.002)
+        least.add(min(true, key=lambda name: statistics.median(lab.times[name])))
+        (tmp_path / str(seed)).mkdir()
+        chosen.add(run(bench(lab, tmp_path / str(seed)), *true)[0]["config"]["name"])
+    assert chosen == {"default"} and len(least) > 1
+
+
+def test_two_tunings_choose_within_2_percent(tmp_path: Path) -> None:
+    """Also where the samples spread by 1% and candidates lie everywhere around the edge of a tie."""
+    true = {"default": 10.0, **{f"c{i}": 9.98 - 0.02 * i for i in range(20)}}
+    chosen = set()
+    for seed in range(50):
+        lab = Lab()
+        lab.times = noisy(true, seed, 0.005)
+        (tmp_path / str(seed)).mkdir()
+        chosen.add(run(bench(lab, tmp_path / str(seed)), *true)[0]["config"]["name"])
+    times = [true[name] for name in chosen]
+    assert len(times) > 1 and max(times) / min(times) <= 1.02
+
+
+def test_a_tie_goes_to_the_first_in_the_heuristics_order_and_is_written_down(lab: Lab, tmp_path: Path) -> None:
+    lab.times = {"default": [10.2], "early": [10.05], "fast": [10.0], "last": [10.02]}
+    found, _ = run(bench(lab, tmp_path), "default", "early", "fast", "last")
+    assert found == {"config": {"name": "early"}, "us": 10.05, "runner_up": {"config": {"name": "fast"}, "us": 10.0}}
+    for _ in range(2):
+        run(bench(lab, tmp_path), "default", "early", "fast", "last")
+    assert bench(lab, tmp_path).recorded("choose", POINT, "cute", {}) == [
+        {"chosen": {"name": "early"}, "tied": [{"config": {"name": "early"}, "us": 10.05},
+                                               {"config": {"name": "fast"}, "us": 10.0},
+                                               {"config": {"name": "last"}, "us": 10.02}]}]
+    lab.times["default"] = [10.11]
+    (tmp_path / "clear").mkdir()
+    found, _ = run(bench(lab, tmp_path / "clear"), "default", "early", "fast")
+    assert found["config"] == {"name": "early"}, "1.1% are a difference"
+    lab.times["fast"] = [9.0]
+    (tmp_path / "alone").mkdir()
+    assert run(bench(lab, tmp_path / "alone"), "default", "fast")[0]["config"] == {"name": "fast"}
+    assert not bench(lab, tmp_path / "alone").recorded("choose", POINT, "cute", {}), "no tie"
+
+
+def test_one_lucky_sample_ties_with_nobody(lab: Lab, tmp_path: Path) -> None:
+    """A candidate that is no finalist, for one far too fast first sample of another, is not the choice."""
+    lab.times = {"default": [10.0], "single": [10.0], "glitch": [8.0, 10.0]}
+    found, _ = run(bench(lab, tmp_path), "default", "single", "glitch")
+    assert found["config"] == {"name": "default"} and lab.asked.count(("sample", "single")) == 1
+    found, _ = run(bench(lab, tmp_path), "default", "single", "glitch")
+    assert found["runner_up"] == {"config": {"name": "glitch"}, "us": 10.0}
 
 
 def test_the_heuristic_is_a_finalist_however_slow(lab: Lab, tmp_path: Path) -> None:
