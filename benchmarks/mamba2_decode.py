@@ -30,7 +30,7 @@ from replayssm_cute import dispatch
 from replayssm_cute.layout import mamba2_step_bytes
 from replayssm_cute.mamba2 import selective_state_update_replayssm_output_only
 from replayssm_tune.cli import merge_row, parse_geometry
-from replayssm_tune.measure import problem_of, registry_row, time_per_step, time_replay
+from replayssm_tune.measure import registry_row, time_per_step, time_replay
 from replayssm_tune.space import candidates
 from replayssm_tune.timing import copy_bandwidth, provenance, same_size_us
 from replayssm_tune.workload import Workload, make_workload
@@ -41,7 +41,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 def time_backend(w: Workload, backend: str) -> dict[str, Any]:
     """Time what the backend would run for this problem; the row says which config that is."""
-    problem, arch = problem_of(w), archs.of("cuda")
+    problem, arch = w.problem(), archs.of("cuda")
     chosen = next(c for c in dispatch.candidates(problem, w.batch, arch) if c.backend == backend)
     if not chosen.support:
         return {"error": chosen.support.reason}

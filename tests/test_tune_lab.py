@@ -96,7 +96,7 @@ def test_a_point_survives_its_journey_and_poses_the_problem_of_the_workload(here
         for buffer_len in (5, 16):
             point = Point(geometry, "float32", buffer_len, 4)
             assert Point.from_dict(point.to_dict()) == point
-            assert measure.problem_of(here._workload_of(point)) == point.problem
+            assert here._workload_of(point).problem() == point.problem
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -14,6 +14,7 @@ from typing import Any
 
 from replayssm_cute.arch import Arch
 from replayssm_cute.kernels.targets import for_capability
+from replayssm_tune.operations import OPERATIONS
 from replayssm_tune.plan import Point, Unit
 from replayssm_tune.process import Child, Lost, serve
 
@@ -84,26 +85,18 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
                                                            "capability": tuple(request["arch"]["capability"])})
     if request["resources"]:
         return asdict(resources.of(request["backend"], point.problem, request["config"], arch))
-    {"cute": _compile_cute, "triton": _compile_triton}[request["backend"]](point, request["config"], arch)
+    if request["backend"] == "triton":
+        if arch.kind != "cuda":
+            return {}  # the architecture does not tell the target; the process with the GPU compiles
+        _pretend(arch)
+    OPERATIONS[point.op].launch(request["backend"], point.problem, arch, point.batch, request["config"])
     return {}
 
 
-def _compile_cute(point: Point, config: dict[str, Any], arch: Arch) -> None:
-    from replayssm_cute.backends import cute
-    cute.prepare(point.problem, arch, point.batch, config)
-
-
-def _compile_triton(point: Point, config: dict[str, Any], arch: Arch) -> None:
-    """Into Triton's cache, by a driver that says which device is meant and loads nothing.
-
-    Of an AMD device the architecture does not tell the target; there the process with the GPU compiles.
-    """
-    if arch.kind != "cuda":
-        return
+def _pretend(arch: Arch) -> None:
+    """Let Triton compile into its cache, by a driver that says which device is meant and loads nothing."""
     import triton
     from triton.backends.compiler import GPUTarget
-
-    from replayssm_cute.backends import triton as backend
 
     target = GPUTarget("cuda", 10 * arch.capability[0] + arch.capability[1], 32)
     utils = SimpleNamespace(load_binary=lambda *_: (0, 0, 0, 0, 1024),
@@ -111,7 +104,6 @@ def _compile_triton(point: Point, config: dict[str, Any], arch: Arch) -> None:
     triton.runtime.driver.set_active(SimpleNamespace(
         get_current_device=lambda: 0, get_current_stream=lambda device: 0, launcher_cls=lambda *_: None,
         get_current_target=lambda: target, utils=utils))
-    backend.prepare(point.problem, arch, point.batch, config)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,11 @@ from typing import Any
 import torch
 
 from replayssm_cute import arch as archs
-from replayssm_cute import dispatch
-from replayssm_cute.registry.models import DTYPES
-from replayssm_cute.types import Mamba2Problem
 from replayssm_tune import measure, timing
+from replayssm_tune.operations import OPERATIONS, Problem
 from replayssm_tune.plan import Point
 from replayssm_tune.process import serve
-from replayssm_tune.workload import COLD_BYTES, Workload, make_workload
+from replayssm_tune.workload import COLD_BYTES
 
 
 class Lab:
@@ -36,8 +34,8 @@ class Lab:
     def __init__(self, device: str = "cuda", cold_bytes: float = COLD_BYTES) -> None:
         self._device, self._cold_bytes = device, cold_bytes
         self._point: Point | None = None
-        self._workload: Workload | None = None
-        self._small: tuple[Mamba2Problem, Workload] | None = None
+        self._workload: Any = None
+        self._small: tuple[Problem, Any] | None = None
         self._captures: dict[str, timing.Capture] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +45,7 @@ class Lab:
         * ``{"do": "yardstick"}``: ``bandwidth`` in bytes a second and ``provenance``;
         * ``{"do": "check", "point", "backend", "config"}``: ``error``, relative;
         * ``{"do": "sample", "point", "backend", "config"}``: ``us``, one sample;
-        * ``{"do": "per_step", "point"}``: ``us`` of the per-step baseline.
+        * ``{"do": "per_step", "point"}``: ``us`` of the per-step baseline, null where the operation has none.
         """
         return {"device": self._describe, "yardstick": self._yardstick, "check": self._check, "sample": self._sample,
                 "per_step": self._per_step}[request["do"]](request)
@@ -64,10 +62,9 @@ class Lab:
     def _check(self, request: dict[str, Any]) -> dict[str, Any]:
         point = Point.from_dict(request["point"])
         if self._small is None or self._small[0] != point.problem:
-            w = make_workload(point.geometry, max(measure.CHECK_ROWS, point.buffer_len), DTYPES[point.state_dtype],
-                              point.buffer_len, device=self._device, cold_bytes=1.0)
-            self._small = point.problem, w
-        return {"error": measure.replay_error(self._small[1], self._launch(request, point))}
+            rows = max(measure.CHECK_ROWS, point.buffer_len)
+            self._small = point.problem, OPERATIONS[point.op].make(point, rows, self._device, 1.0)
+        return {"error": OPERATIONS[point.op].error(self._small[1], self._launch(request, point))}
 
     def _sample(self, request: dict[str, Any]) -> dict[str, Any]:
         point = Point.from_dict(request["point"])
@@ -78,21 +75,21 @@ class Lab:
         return {"us": self._captures[name].sample()}
 
     def _per_step(self, request: dict[str, Any]) -> dict[str, Any]:
-        return {"us": measure.time_per_step(self._workload_of(Point.from_dict(request["point"])))}
+        point = Point.from_dict(request["point"])
+        return {"us": OPERATIONS[point.op].per_step_us(self._workload_of(point))}
 
     def _launch(self, request: dict[str, Any], point: Point) -> Callable[..., object]:
-        module = dispatch.backend_module(request["backend"])
-        return module.prepare(point.problem, archs.of(self._device), point.batch, request["config"])
+        return OPERATIONS[point.op].launch(request["backend"], point.problem, archs.of(self._device), point.batch,
+                                           request["config"])
 
-    def _workload_of(self, point: Point) -> Workload:
+    def _workload_of(self, point: Point) -> Any:
         """The workload of a point; that of the point before makes room for it."""
         if self._workload is None or self._point != point:
             self._captures.clear()
             self._workload, self._point = None, point
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            self._workload = make_workload(point.geometry, point.batch, DTYPES[point.state_dtype], point.buffer_len,
-                                           device=self._device, cold_bytes=self._cold_bytes)
+            self._workload = OPERATIONS[point.op].make(point, point.batch, self._device, self._cold_bytes)
         return self._workload
 
 

@@ -11,8 +11,8 @@ import torch
 
 from replayssm_cute.layout import mamba2_step_bytes
 from replayssm_cute.reference.mamba2 import replay_step
-from replayssm_cute.types import Mamba2Geometry, Mamba2Problem
-from replayssm_cute.validate import mamba2_problem
+from replayssm_cute.types import Mamba2Geometry
+from replayssm_tune.gdn_workload import GdnWorkload
 from replayssm_tune.timing import Capture, time_graph
 from replayssm_tune.workload import Workload
 
@@ -21,28 +21,23 @@ CHECK_ROWS = 8          # at least; L of them, so that every phase flushes one
 CHANGED = (0, 9, 10, 11, 16)  # of the canonical arguments: the pools and out
 
 
-def problem_of(w: Workload) -> Mamba2Problem:
-    return mamba2_problem(*w.arguments(0, 0), dt_softplus=True, max_cache_len=w.buffer_len,
-                          philox_rounds=w.philox_rounds)
-
-
-def capture_replay(w: Workload, launch: Callable[..., object]) -> Capture:
+def capture_replay(w: Workload | GdnWorkload, launch: Callable[..., object]) -> Capture:
     """One ring cycle over all pools, captured.
 
     Every phase flushes its share of the rows: a cursor pinned at 0 would overstate the speed.
     """
     assert w.flushes == w.batch, "a cycle flushes every row once"
-    return Capture(functools.partial(_cycle, w, launch), w.buffer_len * len(w.pools))
+    return Capture(functools.partial(_cycle, w, launch), len(w.phases) * len(w.pools))
 
 
-def time_replay(w: Workload, launch: Callable[..., object]) -> dict[str, float]:
+def time_replay(w: Workload | GdnWorkload, launch: Callable[..., object]) -> dict[str, float]:
     """Microseconds a step of one ring cycle over all pools: median, min and max."""
     assert w.flushes == w.batch, "a cycle flushes every row once"
-    return time_graph(functools.partial(_cycle, w, launch), w.buffer_len * len(w.pools))
+    return time_graph(functools.partial(_cycle, w, launch), len(w.phases) * len(w.pools))
 
 
-def _cycle(w: Workload, launch: Callable[..., object]) -> None:
-    for phase in range(w.buffer_len):
+def _cycle(w: Workload | GdnWorkload, launch: Callable[..., object]) -> None:
+    for phase in range(len(w.phases)):
         for pool in range(len(w.pools)):
             launch(*w.arguments(phase, pool))
 
@@ -100,8 +95,14 @@ def row_of(geometry: Mamba2Geometry, state_dtype: torch.dtype, buffer_len: int, 
         per_step_us: microseconds of the per-step baseline, None where it was not timed.
         bandwidth: bytes a second of a large copy in the same run.
     """
+    sizes = {"nheads": geometry.nheads, "ngroups": geometry.ngroups, "buffer_len": buffer_len, "batch": batch}
+    nbytes = mamba2_step_bytes(geometry, buffer_len, state_dtype) * batch
+    return {**sizes, **times_of(nbytes, entries, per_step_us, bandwidth)}
+
+
+def times_of(nbytes: float, entries: dict[str, dict[str, Any]], per_step_us: float | None,
+             bandwidth: float) -> dict[str, Any]:
+    """The fields of a row that hold what was measured; ``nbytes`` must move in the step, the rest as in ``row_of``."""
     fastest = min(entry["us"] for entry in entries.values())
-    share = mamba2_step_bytes(geometry, buffer_len, state_dtype) * batch / (fastest * 1e-6) / bandwidth
-    return {"nheads": geometry.nheads, "ngroups": geometry.ngroups, "buffer_len": buffer_len, "batch": batch,
-            "backends": entries, "per_step_us": None if per_step_us is None else round(per_step_us, 3),
-            "copy_percent": round(100 * share, 1)}
+    return {"backends": entries, "per_step_us": None if per_step_us is None else round(per_step_us, 3),
+            "copy_percent": round(100 * nbytes / (fastest * 1e-6) / bandwidth, 1)}

@@ -2,57 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from replayssm_cute import dispatch
 from replayssm_cute.arch import Arch
-from replayssm_cute.registry.models import DTYPES
-from replayssm_cute.types import Mamba2Geometry, Mamba2Problem, Support
-from replayssm_tune.measure import problem_of
+from replayssm_cute.gdn_types import GdnGeometry
+from replayssm_cute.types import Mamba2Geometry, Support
+from replayssm_tune.operations import OPERATIONS
+from replayssm_tune.point import Point
 from replayssm_tune.space import candidates
-from replayssm_tune.workload import make_workload
 
-
-@dataclass(frozen=True)
-class Point:
-    """One row of the registry.
-
-    Attributes:
-        geometry: heads of one rank.
-        state_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
-        buffer_len: L.
-        batch: rows of the step.
-    """
-
-    geometry: Mamba2Geometry
-    state_dtype: str
-    buffer_len: int
-    batch: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Point:
-        return cls(**{**values, "geometry": Mamba2Geometry(**values["geometry"])})
-
-    @property
-    def problem(self) -> Mamba2Problem:
-        """The problem that the workload of this point poses; the batch has no part in it."""
-        return _problem(self.geometry, self.state_dtype, self.buffer_len)
-
-    def __str__(self) -> str:
-        return f"{self.geometry} {self.state_dtype} L={self.buffer_len} batch {self.batch}"
-
-
-@functools.cache
-def _problem(geometry: Mamba2Geometry, state_dtype: str, buffer_len: int) -> Mamba2Problem:
-    """Read off a workload of two rows on the CPU, so that what is compiled ahead is what the GPU will ask for."""
-    return problem_of(make_workload(geometry, 2, DTYPES[state_dtype], buffer_len, device="cpu", cold_bytes=1.0))
+__all__ = ["Point", "Unit", "distinct", "points", "unit"]
 
 
 @dataclass(frozen=True)
@@ -69,15 +31,15 @@ class Unit:
     configs: tuple[dict[str, Any], ...]
 
 
-def points(geometry: Mamba2Geometry, state_dtypes: Iterable[str], buffer_lens: Iterable[int],
-           batches: Iterable[int]) -> list[Point]:
-    """Every point of a run, in the order in which it is measured."""
-    return [Point(geometry, *values) for values in itertools.product(state_dtypes, buffer_lens, batches)]
+def points(geometry: Mamba2Geometry | GdnGeometry, state_dtypes: Iterable[str], buffer_lens: Iterable[int],
+           batches: Iterable[int], **step: Any) -> list[Point]:
+    """Every point of a run, in the order in which it is measured; ``step`` are further fields of all."""
+    return [Point(geometry, *values, **step) for values in itertools.product(state_dtypes, buffer_lens, batches)]
 
 
 def unit(point: Point, backend: str, arch: Arch) -> Unit:
     """What a backend has to offer at a point on this architecture."""
-    support = dispatch.backend_module(backend).supports(point.problem, arch)
+    support = OPERATIONS[point.op].backend(backend).supports(point.problem, arch)
     configs = candidates(backend, point.problem, point.batch, arch) if support else []
     return Unit(point, backend, support, tuple(configs))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from replayssm_cute.arch import Arch
 from replayssm_cute.errors import UnsupportedError
+from replayssm_cute.gdn_types import GdnProblem
 from replayssm_cute.kernels.targets import for_capability
 from replayssm_cute.types import Mamba2Problem
 
@@ -34,7 +35,7 @@ class Resources:
     threads: int
 
 
-def of(backend: str, problem: Mamba2Problem, config: dict[str, Any], arch: Arch) -> Resources:
+def of(backend: str, problem: Mamba2Problem | GdnProblem, config: dict[str, Any], arch: Arch) -> Resources:
     """Compile for an architecture and read the result.
 
     Raises:
@@ -43,35 +44,57 @@ def of(backend: str, problem: Mamba2Problem, config: dict[str, Any], arch: Arch)
     return {"cute": _cute, "triton": _triton}[backend](problem, config, arch)
 
 
-def _cute(problem: Mamba2Problem, config: dict[str, Any], arch: Arch) -> Resources:
+def _cute(problem: Mamba2Problem | GdnProblem, config: dict[str, Any], arch: Arch) -> Resources:
+    from replayssm_cute.kernels import gdn_config, mamba2_config
+    from replayssm_cute.kernels.gdn import compile_gdn
     from replayssm_cute.kernels.mamba2 import compile_mamba2
-    from replayssm_cute.kernels.mamba2_config import Mamba2Config, smem_bytes
 
     target = for_capability(arch.capability)
     if target is None:
         raise UnsupportedError("cute", f"the kernels are built for 9.0, 10.0 and 10.3, not for {arch}")
-    chosen = Mamba2Config.from_dict(config)
     with tempfile.TemporaryDirectory() as folder:
-        compile_mamba2(problem, chosen, target.name, arch.sms or target.sms, f"--keep-cubin --dump-dir {folder}")
+        where = target.name, arch.sms or target.sms, f"--keep-cubin --dump-dir {folder}"
+        if isinstance(problem, GdnProblem):
+            plan = gdn_config.GdnConfig.from_dict(config)
+            compile_gdn(problem, plan, *where)
+            shared = gdn_config.smem_bytes(problem, plan)
+            threads = 32 * (plan.warps + gdn_config.extra_warps(problem, plan))
+        else:
+            chosen = mamba2_config.Mamba2Config.from_dict(config)
+            compile_mamba2(problem, chosen, *where)
+            shared = mamba2_config.smem_bytes(problem, chosen)
+            threads = chosen.threads + (64 if chosen.design == "bulk" else 0)  # and a producer and a scorer warp
         usage = resource_usage(next(Path(folder).glob("*.cubin")))
-    threads = chosen.threads + (64 if chosen.design == "bulk" else 0)  # and a producer and a scorer warp
-    return Resources(usage["REG"], usage["STACK"] + usage["LOCAL"], smem_bytes(problem, chosen), threads)
+    return Resources(usage["REG"], usage["STACK"] + usage["LOCAL"], shared, threads)
 
 
-def _triton(problem: Mamba2Problem, config: dict[str, Any], arch: Arch) -> Resources:
-    from fallback_triton import mamba2
+def _triton(problem: Mamba2Problem | GdnProblem, config: dict[str, Any], arch: Arch) -> Resources:
     from fallback_triton.launch import compile_options
-    from fallback_triton.mamba2_config import Mamba2TritonConfig
     from fallback_triton.offline import TARGETS, compile_for
 
     name = "sm_{}{}".format(*arch.capability)
     if name not in TARGETS:
         raise UnsupportedError("triton", f"{arch} is none of the offline targets {', '.join(TARGETS)}")
-    chosen = Mamba2TritonConfig.from_dict(config)
-    found = compile_for(name, mamba2.replay_kernel, mamba2.replay_arguments(problem),
-                        mamba2.replay_constants(problem, chosen, ptx=True),
-                        compile_options(chosen.num_warps, chosen.max_registers))
-    return Resources(found.registers, found.spilled, found.shared, chosen.num_warps * TARGETS[name].warp_size)
+    found = compile_for(name, *_triton_kernel(problem, config), compile_options(config["num_warps"],
+                                                                                config["max_registers"]))
+    return Resources(found.registers, found.spilled, found.shared, config["num_warps"] * TARGETS[name].warp_size)
+
+
+def _triton_kernel(problem: Mamba2Problem | GdnProblem,
+                   config: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any]]:
+    """The kernel with its run-time arguments and its constants."""
+    from fallback_triton import gdn_decode, gdn_verify, mamba2
+    from fallback_triton.gdn_config import GdnTritonConfig
+    from fallback_triton.mamba2_config import Mamba2TritonConfig
+
+    if not isinstance(problem, GdnProblem):
+        constants = mamba2.replay_constants(problem, Mamba2TritonConfig.from_dict(config), ptx=True)
+        return mamba2.replay_kernel, mamba2.replay_arguments(problem), constants
+    chosen = GdnTritonConfig.from_dict(config)
+    if problem.tokens:
+        return (gdn_verify.verify_kernel, gdn_verify.verify_arguments(problem),
+                gdn_verify.verify_constants(problem, chosen))
+    return gdn_decode.decode_kernel, gdn_decode.decode_arguments(problem), gdn_decode.decode_constants(problem, chosen)
 
 
 def cuobjdump(cubin: Path, option: str) -> str:

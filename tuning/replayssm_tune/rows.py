@@ -14,7 +14,9 @@ import replayssm_cute
 from replayssm_cute import arch as archs
 from replayssm_cute import dispatch
 from replayssm_cute.errors import RegistryError
+from replayssm_cute.gdn_types import GdnGeometry
 from replayssm_cute.registry import tuned
+from replayssm_cute.registry.tuned_sizes import SIZES
 from replayssm_cute.types import Mamba2Geometry
 from replayssm_tune.journal import LOCK_NAME
 
@@ -23,6 +25,8 @@ log = logging.getLogger("replayssm_cute")
 METHOD = "CUDA graph of whole staggered ring cycles, cold L2, median of 3 or more samples"
 #: Rows of one file share these; a row that was measured under others cannot stand in it.
 VERSIONS = ("capability", "sms", "torch", "triton", "cutlass_dsl", "package", "predicted")
+
+TIMES = {"backends", "per_step_us", "copy_percent"}
 
 Row = dict[str, Any]
 
@@ -38,9 +42,11 @@ def merge_row(folder: Path, geometry: Mamba2Geometry, state_dtype: str, info: di
           force=True)
 
 
-def path_of(folder: Path, geometry: Mamba2Geometry, state_dtype: str, device: str) -> Path:
-    """The file of a folder that holds the rows of a head shape, dtype and device."""
-    return folder / tuned.file_name(dispatch.OP, geometry.headdim, geometry.dstate, state_dtype, device)
+def path_of(folder: Path, geometry: Mamba2Geometry | GdnGeometry, state_dtype: str, device: str,
+            op: str = dispatch.OP) -> Path:
+    """The file of a folder that holds the rows of an operation, head shape, dtype and device."""
+    first, second = (getattr(geometry, name) for name in SIZES[op].DIMS)
+    return folder / tuned.file_name(op, first, second, state_dtype, device)
 
 
 def record(device: str, info: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +96,7 @@ def check(path: Path, provenance: dict[str, Any], force: bool = False) -> None:
         tuned.load_file(path)
 
 
-def _held(path: Path, provenance: dict[str, Any], force: bool) -> dict[tuple[int, ...], Row]:
+def _held(path: Path, provenance: dict[str, Any], force: bool) -> dict[tuple[Any, ...], Row]:
     """The rows of a file that may stand beside rows of this provenance; predicted ones give way to measured ones."""
     if not path.exists():
         return {}
@@ -117,10 +123,17 @@ def better(old: Row, new: Row) -> str | None:
     return f"the row in the file is faster, {was:.2f} us against {now:.2f} us" if was < now else None
 
 
-def key(row: Row) -> tuple[int, ...]:
+def key(row: Row) -> tuple[Any, ...]:
     """What tells a row from the others of its file."""
-    return row["nheads"], row["ngroups"], row["buffer_len"], row["batch"]
+    return tuple(row[name] for name in _sizes(row))
 
 
 def describe_key(row: Row) -> str:
-    return f"{row['nheads']} heads in {row['ngroups']} groups, L={row['buffer_len']}, batch {row['batch']}"
+    if "nheads" in row:
+        return f"{row['nheads']} heads in {row['ngroups']} groups, L={row['buffer_len']}, batch {row['batch']}"
+    return ", ".join(f"{name} {row[name]}" for name in _sizes(row))
+
+
+def _sizes(row: Row) -> list[str]:
+    """The fields that say what a row was measured for."""
+    return next(list(size.CHECKS) for size in SIZES.values() if size.CHECKS.keys() == row.keys() - TIMES)

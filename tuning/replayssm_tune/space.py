@@ -5,21 +5,34 @@ All candidates of a backend give a row the same bits: the batch decides which of
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from fallback_triton import gdn_config as gdn_triton_config
 from fallback_triton import mamba2_config as triton_config
 from replayssm_cute.arch import Arch
+from replayssm_cute.gdn_types import GdnProblem
+from replayssm_cute.kernels import gdn_config as gdn_cute_config
 from replayssm_cute.kernels import mamba2_config as cute_config
+from replayssm_cute.kernels.gdn_config import GdnConfig
 from replayssm_cute.kernels.targets import for_capability
 from replayssm_cute.types import Mamba2Problem
 
 # (CTAs a multiprocessor, stages) of the bulk design.
 PLANS = ((3, 2), (2, 2), (2, 3), (3, 3), (2, 4), (1, 4))
 
+# Gated DeltaNet: (rows of V a lane, tile of V), and (CTAs a multiprocessor, stages) of the staged design.
+GDN_TILES = ((2, 64), (4, 64), (4, 128), (2, 32))
+GDN_PLANS = ((2, 2), (2, 3), (3, 2), (1, 3), (1, 2), (1, 4))
+GDN_CTAS = (4, 2, 1)
+REGISTERS = (0, 168, 128, 96)   # limits a thread of the Triton kernels
 
-def candidates(backend: str, problem: Mamba2Problem, batch: int, arch: Arch) -> list[dict[str, Any]]:
+
+def candidates(backend: str, problem: Mamba2Problem | GdnProblem, batch: int, arch: Arch) -> list[dict[str, Any]]:
     """Configs of a backend that are valid for the problem, the heuristic's choice first."""
+    if isinstance(problem, GdnProblem):
+        return {"cute": _gdn_cute, "triton": _gdn_triton}[backend](problem, batch, arch)
     return {"cute": _cute, "triton": _triton}[backend](problem, batch, arch)
 
 
@@ -47,5 +60,31 @@ def _triton(problem: Mamba2Problem, batch: int, arch: Arch) -> list[dict[str, An
     """The heuristic's split with other register limits; another split would sum in another order."""
     warp = 64 if arch.kind == "hip" else 32
     default = triton_config.default_config(problem, warp)
-    near = (replace(default, max_registers=registers) for registers in (0, 168, 128, 96))
+    near = (replace(default, max_registers=registers) for registers in REGISTERS)
     return [c.to_dict() for c in dict.fromkeys((default, *near)) if triton_config.validate(problem, c, warp)]
+
+
+def _gdn_cute(problem: GdnProblem, batch: int, arch: Arch) -> list[dict[str, Any]]:
+    """Tiles, CTAs and stages of the heuristic's design, and what the heuristic has of the other."""
+    target = for_capability(arch.capability)
+    default = None if target is None else gdn_cute_config.heuristic(problem, batch, target)
+    if target is None or default is None:
+        return []
+    ranked = gdn_cute_config.ranked(problem, batch, target)
+    own = [c for c in ranked if c.design == default.design]
+    near: Iterable[GdnConfig] = (replace(default, rows=rows, tile_v=tile, min_ctas=ctas)
+                                 for rows, tile in GDN_TILES for ctas in GDN_CTAS)
+    if default.design == "staged":
+        near = (replace(default, rows=rows, tile_v=tile, min_ctas=ctas, stages=stages, evict_first=evict)
+                for evict in (default.evict_first, not default.evict_first) for rows, tile in GDN_TILES
+                for ctas, stages in GDN_PLANS)
+    everything = dict.fromkeys((default, *own, *near, *ranked))
+    return [c.to_dict() for c in everything if gdn_cute_config.validate(problem, c, target)]
+
+
+def _gdn_triton(problem: GdnProblem, batch: int, arch: Arch) -> list[dict[str, Any]]:
+    """As ``_triton``."""
+    warp = 64 if arch.kind == "hip" else 32
+    default = gdn_triton_config.default_config(problem, warp)
+    near = (replace(default, max_registers=registers) for registers in REGISTERS)
+    return [c.to_dict() for c in dict.fromkeys((default, *near)) if gdn_triton_config.validate(problem, c, warp)]

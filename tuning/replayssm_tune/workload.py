@@ -10,7 +10,8 @@ from torch import Tensor
 
 from replayssm_cute.layout import Mamba2Pool, allocate_mamba2_pool, mamba2_state_bytes
 from replayssm_cute.rounding import LARGEST_CODE, seed_state
-from replayssm_cute.types import Mamba2Geometry
+from replayssm_cute.types import Mamba2Geometry, Mamba2Problem
+from replayssm_cute.validate import mamba2_problem
 
 COLD_BYTES = 250e6  # state bytes of all pools together: four times the L2 of an H200
 
@@ -68,6 +69,11 @@ class Workload:
         args = (p.state, i["x"], i["dt"], i["A"], i["B"], i["C"], i["D"], i["dt_bias"], None,
                 p.x_cache, p.dt_cache, p.B_cache, pos, flush, self.indices, 0, i["out"], self.rand_seed)
         return args if p.state_scale is None else (*args, p.state_scale)
+
+    def problem(self) -> Mamba2Problem:
+        """The problem that every step poses."""
+        return mamba2_problem(*self.arguments(0, 0), dt_softplus=True, max_cache_len=self.buffer_len,
+                              philox_rounds=self.philox_rounds)
 
 
 def make_workload(geometry: Mamba2Geometry, batch: int, state_dtype: torch.dtype, buffer_len: int = 16,
