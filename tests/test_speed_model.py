@@ -13,23 +13,19 @@ import torch
 from benchmarks.report import load, nearest
 from benchmarks.speed_model import (
     CALIBRATION,
-    DEVICES,
-    LATENCY_US,
     OPTIONS,
     SHARPNESS,
     SHOWN_OF_OPTIONS,
-    Parameters,
-    Step,
     calibrate,
+    calibration,
     chosen_on,
-    issue_counts,
-    limits_us,
     measured,
     option_table,
-    step_us,
 )
 from replayssm_cute.kernels.mamba2_config import Mamba2Config
 from replayssm_cute.types import Mamba2Geometry
+from replayssm_tune import speed_model
+from replayssm_tune.speed_model import DEVICES, LATENCY_US, Parameters, Step, issue_counts, limits_us, step_us
 
 UNSET = Mamba2Config("", 0, 0)
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200"
@@ -103,6 +99,19 @@ def test_a_wrong_bandwidth_does_not_pass() -> None:
     assert all(step_us(step, DEVICES["H200"], wrong) / us > 1.15 for step, us in steps)
 
 
+def test_the_committed_calibration_is_that_of_the_measurements() -> None:
+    assert speed_model.calibrated() == calibration(report()) and speed_model.parameters() == parameters()
+
+
+def test_the_margin_follows_from_the_error() -> None:
+    """Two predictions that are each off by as much as was measured cannot change places across it."""
+    for batch in (1, 32, 64, 512):
+        error = speed_model.calibrated()["error"]["large" if batch >= 64 else "small"]
+        fast, slow = 1.0, (1 + speed_model.margin(batch)) * 1.0001
+        assert slow / (1 + error) > fast / (1 - error) and 0.02 < error < 0.2
+    assert speed_model.margin(64) < speed_model.margin(32)
+
+
 def test_parameters_are_physical() -> None:
     p = parameters()
     assert 0 < p.start < 4 and 0 < p.tail < 4 and 0.8 < p.copy_share < 1
@@ -115,12 +124,15 @@ def test_the_limits_follow_from_the_step() -> None:
     memory, issue, shared, latency = limits_us(step, DEVICES["H200"], 0.5)
     assert memory == pytest.approx(313_159_680 / 2.4e6)          # bytes of the benchmark, at 2.4 TB/s
     assert latency == pytest.approx(LATENCY_US * 256 * 64 / (132 * 6))        # rounds of items in flight
-    counts = issue_counts()["sm_90a"]["64x128 float16"]
+    counts = issue_counts()["sm_90a"]["64x128 float16 tile=64"]
     assert shared / issue == pytest.approx(4 * counts["wavefronts"] / counts["issued"])
     twice = limits_us(replace(step, batch=512), DEVICES["H200"], 0.5)
     assert twice == pytest.approx((2 * memory, 2 * issue, 2 * shared, 2 * latency))
     small = limits_us(replace(step, batch=1), DEVICES["H200"], 0.5)
     assert small[3] == LATENCY_US
+    halves = limits_us(replace(step, config=replace(config, tile_p=32, threads=64)), DEVICES["H200"], 0.5)
+    assert halves[0] == memory and halves[3] == pytest.approx(2 * latency), "as many items hold half the bytes"
+    assert halves[1] > issue and halves[2] > shared, "each half takes the weights of the window"
 
 
 def test_every_option_has_its_prediction() -> None:
