@@ -4,8 +4,8 @@ A file holds the rows of one operation, head shape, state dtype and device; its 
 ``op=mamba2_decode,headdim=64,dstate=128,state_dtype=float16,device_name=NVIDIA_H200.json``. What a row
 was measured for depends on the operation (``tuned_sizes``).
 Shipped files lie in ``replayssm_cute/tuned``. ``REPLAYSSM_TUNED_DIR`` names a folder of the
-user's own files; it is read once, at the first lookup. The format is described in
-docs/registry.md.
+user's own files; the folders are listed once, at the first lookup, and a file is read at the first
+lookup of its shape. The format is described in docs/registry.md.
 
 The lookup rule. Nothing in it depends on time, order of files or on who asks, so two ranks that
 see the same files always read the same row:
@@ -36,6 +36,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from replayssm_cute.arch import Arch
 from replayssm_cute.errors import RegistryError
@@ -48,6 +49,7 @@ from replayssm_cute.registry.tuned_file import (
     TunedRow,
     file_name,
     load_file,
+    shape_and_device,
     write_rows,
 )
 from replayssm_cute.registry.tuned_sizes import SIZES, Distance, ratio
@@ -61,6 +63,7 @@ log = logging.getLogger("replayssm_cute")
 USER_FOLDER_VARIABLE = "REPLAYSSM_TUNED_DIR"
 SHIPPED_FOLDER = Path(__file__).parents[1] / "tuned"
 Problem = Mamba2Problem | GdnProblem
+Table = dict[str, dict[tuple[Any, ...], TunedRow]]     # by device and row key
 
 
 def lookup(op: str, problem: Problem, batch: int, arch: Arch) -> TunedRow | None:
@@ -99,7 +102,7 @@ def rows_for(op: str, problem: Problem, arch: Arch) -> tuple[TunedRow, ...]:
     shape = (op, *(getattr(problem.geometry, name) for name in SIZES[op].DIMS),
              str(problem.state_dtype).removeprefix("torch."))
     for predicted in (False, True):
-        tables = _tables().get((*shape, predicted), {})
+        tables = _tables(*shape)[predicted]
         by_device = {name: serving for name, table in tables.items()
                      if (serving := [row for row in table.values() if row.size.misfit(problem) is not None])}
         device = devices.nearest(arch.name, by_device)
@@ -152,19 +155,30 @@ def _heads(problem: Problem) -> int:
 
 
 @functools.cache
-def _tables() -> dict[tuple[str, int, int, str, bool], dict[str, dict[tuple[int, ...], TunedRow]]]:
-    """All rows by (*shape, predicted), device and row key; the user's folder is laid over the shipped one."""
-    tables: dict[tuple[str, int, int, str, bool], dict[str, dict[tuple[int, ...], TunedRow]]] = {}
-    for path in files():
+def _tables(*shape: Any) -> tuple[Table, Table]:
+    """The measured and the predicted rows of a shape; the user's folder is laid over the shipped one."""
+    tables: tuple[Table, Table] = {}, {}
+    for path in _paths().get(shape, ()):
         try:
             file = load_file(path)
         except RegistryError as error:
             log.warning("tuned file skipped: %s", error)
             continue
-        kind = (*file.shape, file.provenance.predicted)
-        rows = tables.setdefault(kind, {}).setdefault(file.provenance.device, {})
+        rows = tables[file.provenance.predicted].setdefault(file.provenance.device, {})
         rows.update((row.key, row) for row in file.rows)
     return tables
+
+
+@functools.cache
+def _paths() -> dict[tuple[Any, ...], list[Path]]:
+    """The files by the shape that their names say: a process reads those of the shapes that it serves."""
+    found: dict[tuple[Any, ...], list[Path]] = {}
+    for path in files():
+        try:
+            found.setdefault(shape_and_device(path)[0], []).append(path)
+        except RegistryError as error:
+            log.warning("tuned file skipped: %s", error)
+    return found
 
 
 def files() -> list[Path]:
@@ -180,4 +194,5 @@ def files() -> list[Path]:
 
 def clear_cache() -> None:
     """Forget what was read, so that the next lookup reads the folders again (for tests and tuners)."""
+    _paths.cache_clear()
     _tables.cache_clear()

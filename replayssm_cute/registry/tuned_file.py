@@ -159,7 +159,7 @@ def file_name(op: str, first: int, second: int, state_dtype: str, device_name: s
     """
     names = SIZES[op].DIMS if op in SIZES else ("headdim", "dstate")
     name = f"op={op},{names[0]}={first},{names[1]}={second},state_dtype={state_dtype},device_name={device_name}.json"
-    _shape_and_device(Path(name))
+    shape_and_device(Path(name))
     return name
 
 
@@ -186,7 +186,7 @@ def write_rows(path: str | os.PathLike[str], provenance: dict[str, Any],
     """
     path, listed = Path(path), list(rows)
     _parse(path, {"schema": 1, "provenance": provenance, "rows": listed})
-    names = SIZES[_shape_and_device(path)[0][0]].CHECKS
+    names = SIZES[shape_and_device(path)[0][0]].CHECKS
     listed.sort(key=lambda row: [row[name] for name in names])
     lines = ",\n".join("  " + json.dumps(row, sort_keys=True) for row in listed)
     header = json.dumps(provenance, sort_keys=True)
@@ -217,7 +217,7 @@ _ENTRY = {**_RUNNER_UP, "runner_up": OBJECT.or_null()}
 
 
 def _parse(path: Path, content: object) -> TunedFile:
-    shape, device = _shape_and_device(path)
+    shape, device = shape_and_device(path)
     file = record(str(path), content, _FILE)
     provenance = Provenance(**record(f"{path}: provenance", file["provenance"], _PROVENANCE))
     if provenance.device != device:
@@ -234,7 +234,12 @@ def _parse(path: Path, content: object) -> TunedFile:
     return TunedFile(shape, provenance, tuple(sorted(rows, key=lambda row: row.key)))
 
 
-def _shape_and_device(path: Path) -> tuple[tuple[str, int, int, str], str]:
+def shape_and_device(path: Path) -> tuple[tuple[str, int, int, str], str]:
+    """What a file's name says: (op, the two sizes of a head, state dtype), and the device.
+
+    Raises:
+        RegistryError: it is no such name.
+    """
     match = _NAME.fullmatch(path.name)
     op, first, one, second, two, state_dtype, device = match.groups() if match else ("",) * 7
     if op not in SIZES or (first, second) != SIZES[op].DIMS:
