@@ -97,7 +97,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_a_dry_run_counts_the_space(capsys: pytest.CaptureFixture[str]) -> None:
     said = dry_run(capsys, "granite-4.0-h-tiny", "--device", "NVIDIA_B200", "--batch", "8,64", "--buffer-len", "8,16",
-                   "--no-compile", "--state-dtype", "float16")
+                   "--no-compile", "--no-prune", "--state-dtype", "float16")
     units = [unit(point, backend, Arch("cuda", (10, 0), "NVIDIA_B200"))
              for point in points(Mamba2Geometry(48, 64, 128, 1), ["float16"], [8, 16], [8, 64])
              for backend in ("cute", "triton")]

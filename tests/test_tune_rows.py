@@ -66,7 +66,7 @@ def test_only_a_row_that_is_no_worse_replaces_one(path: Path, new: dict[str, flo
     assert rows.store(path, H200, [row(**new)], force=True) == [] and times(path)[8] == new
 
 
-@pytest.mark.parametrize("name", sorted({*rows.VERSIONS} - {"capability", "predicted"}))  # the device's name fixes the first
+@pytest.mark.parametrize("name", sorted({*rows.VERSIONS} - {"capability", "predicted"}))
 def test_every_version_counts(path: Path, name: str) -> None:
     before = {**H200, name: 114 if name == "sms" else "0.1"}
     path.parent.mkdir()

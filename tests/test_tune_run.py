@@ -20,7 +20,7 @@ from replayssm_cute import dispatch
 from replayssm_cute.arch import Arch
 from replayssm_cute.registry import tuned
 from replayssm_cute.types import Mamba2Geometry
-from replayssm_tune import cli, plan, run
+from replayssm_tune import cli, plan, run, speed_model
 from replayssm_tune.search import ROUNDS
 
 ROOT = Path(__file__).parents[1]
@@ -120,6 +120,25 @@ def test_a_bad_candidate_costs_itself(tune: Tune, tmp_path: Path) -> None:
     row = rows(tmp_path)[8]
     assert row.backends["triton"].config["max_registers"] == 0 and row.backends["triton"].runner_up is None
     assert row.backends["cute"].config["stages"] == 2
+
+
+def test_what_the_speed_model_prunes_is_noted_and_not_measured(tune: Tune, tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a model that is never wrong, so that it prunes on an H200, too."""
+    exact = {**speed_model.calibrated(), "error": {"small": 0.0, "large": 0.0}}
+    monkeypatch.setattr(speed_model, "calibrated", lambda: exact)
+    log = tmp_path / "log"
+    code, said = tune("--batch", "512", log=str(log))
+    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    pruned = [line["key"]["config"] for line in lines if line["key"]["do"] == "prune"]
+    measured = [json.loads(request) for request in requests(log, "sample")]
+    assert code == 0 and pruned and f"{len(pruned)} candidates pruned by the speed model" in said
+    assert not [request for request in measured if request["config"] in pruned]
+    assert len({json.dumps(r["config"]) for r in measured if r["backend"] == "triton"}) == 4, "not modelled"
+    log.unlink()
+    tune("--batch", "512", "--no-prune", log=str(log))
+    measured = [json.loads(request) for request in requests(log, "sample")]
+    assert {json.dumps(r["config"]) for r in measured} == set(map(json.dumps, pruned)), "the rest was known"
 
 
 def test_several_ring_lengths_are_set_against_their_memory(tune: Tune, tmp_path: Path) -> None:

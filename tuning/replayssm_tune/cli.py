@@ -37,7 +37,8 @@ def command_run(args: argparse.Namespace) -> None:
     """Measure on the GPU here and write registry rows."""
     from replayssm_tune.run import Order, tune
     order = Order(subject_of(args), tuple(args.state_dtype), tuple(args.buffer_len), tuple(args.batch),
-                  tuple(args.backend), args.budget, Path(args.out), args.force, args.fresh, args.timeout, args.jobs)
+                  tuple(args.backend), args.budget, Path(args.out), args.force, args.fresh, args.timeout, args.jobs,
+                  args.prune)
     if args.dry_run:
         from replayssm_tune.dry_run import rehearse
         rehearse(order, survey.arch_named(args.device), args.compile, console())
@@ -156,6 +157,8 @@ def add_run(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--out", default="tuned", help="folder of the files; REPLAYSSM_TUNED_DIR makes it used")
     sub.add_argument("--force", action="store_true", help="replace better rows, and files of other versions")
     sub.add_argument("--fresh", action="store_true", help="forget the measurements of earlier runs in --out")
+    sub.add_argument("--no-prune", dest="prune", action="store_false",
+                     help="measure also what the speed model says is slower")
     sub.add_argument("--timeout", type=duration, default=60.0, help="for one candidate; a hang costs this much")
     sub.add_argument("--dry-run", action="store_true", help="no GPU: the search space, and what its kernels take")
     sub.add_argument("--device", help="with --dry-run: a GPU by name, such as NVIDIA_B200; default the device here")

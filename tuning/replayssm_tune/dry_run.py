@@ -15,6 +15,7 @@ from replayssm_tune import plan, run
 from replayssm_tune.compiler import Compilers
 from replayssm_tune.plan import Unit
 from replayssm_tune.process import Lost
+from replayssm_tune.prune import Pruned
 
 SECONDS_A_KERNEL = 3.0  # of one core, about
 
@@ -25,11 +26,15 @@ def rehearse(order: run.Order, arch: Arch, compiles: bool, console: Console) -> 
     Args:
         compiles: also compile every kernel of it, as far as the order's budget goes, and print its resources.
     """
-    units = [plan.unit(point, backend, arch) for point in order.points for backend in order.backends]
+    at_points = [order.units(point, arch) for point in order.points]
+    units = [u for at_point, _ in at_points for u in at_point]
+    spared = [p for _, pruned in at_points for p in pruned]
     kernels = plan.distinct(units)
     console.print(f"{order.subject.name} on {arch}: {len(order.points)} points, {sum(len(u.configs) for u in units)} "
                   f"candidates, {len(kernels)} kernels", highlight=False)
     console.print(space(units))
+    if spared:
+        console.print(pruned_table(spared))
     if compiles:
         console.print(f"compiling with {order.jobs} processes, about "
                       f"{len(kernels) * SECONDS_A_KERNEL / order.jobs:.0f} s", highlight=False)
@@ -47,6 +52,21 @@ def space(units: list[Unit]) -> Table:
         each = ", ".join(f"{n} at {points}" for n, points in counts.items()) if len(counts) > 1 else str(*counts)
         table.add_row(dtype, str(buffer_len), backend, str(len(members)),
                       each if members[0].support else members[0].support.reason, str(len(plan.distinct(members))))
+    return table
+
+
+def pruned_table(spared: list[Pruned]) -> Table:
+    """A line a candidate that the speed model left out: at which batches, and by how much it is predicted slower."""
+    table = Table("state", "L", "backend", "pruned", "batches", "predicted slower by", box=None, header_style="bold",
+                  caption="than the best prediction, by more than the speed model may be wrong; --no-prune keeps them")
+    groups: dict[tuple[str, ...], list[Pruned]] = {}
+    varying = _varying([c for p in spared for c in (*p.unit.configs, p.config)])
+    for p in spared:
+        text = " ".join(f"{name}={p.config[name]}" for name in varying)
+        groups.setdefault((p.unit.point.state_dtype, str(p.unit.point.buffer_len), p.unit.backend, text), []).append(p)
+    for cells, members in groups.items():
+        percent = ", ".join(f"{100 * p.slower:.0f}%" for p in members)
+        table.add_row(*cells, ", ".join(str(p.unit.point.batch) for p in members), percent)
     return table
 
 

@@ -20,12 +20,13 @@ from replayssm_cute.arch import Arch
 from replayssm_cute.errors import UnsupportedError
 from replayssm_cute.registry import tuned
 from replayssm_cute.registry.models import DTYPES
-from replayssm_tune import figures, plan, rows, show
+from replayssm_tune import figures, plan, prune, rows, show
 from replayssm_tune.compiler import Compilers
 from replayssm_tune.journal import Journal
 from replayssm_tune.measure import row_of
 from replayssm_tune.plan import Point, Unit
 from replayssm_tune.process import Child
+from replayssm_tune.prune import Pruned
 from replayssm_tune.search import Bench, Trial, per_step, search
 from replayssm_tune.subject import Subject
 
@@ -48,6 +49,7 @@ class Order:
         fresh: measure anew what the journal holds.
         timeout: seconds a candidate may take over its check or a sample.
         jobs: processes that compile ahead.
+        prune: leave out what the speed model says is slower.
     """
 
     subject: Subject
@@ -61,10 +63,16 @@ class Order:
     fresh: bool
     timeout: float
     jobs: int
+    prune: bool
 
     @property
     def points(self) -> list[Point]:
         return plan.points(self.subject.geometry, self.state_dtypes, self.buffer_lens, self.batches)
+
+    def units(self, point: Point, arch: Arch) -> tuple[list[Unit], list[Pruned]]:
+        """The candidates of a point that are to be measured, and those that are not."""
+        units = [plan.unit(point, backend, arch) for backend in self.backends]
+        return prune.split(units, arch) if self.prune else (units, [])
 
 
 def tune(order: Order, console: Console) -> None:
@@ -114,22 +122,25 @@ def measure(order: Order, bench: Bench, arch: Arch, seconds: float, console: Con
     provenance = rows.record(arch.name, yardstick["provenance"])
     for name in order.state_dtypes:
         rows.check(rows.path_of(order.out, order.subject.geometry, name, arch.name), provenance, order.force)
-    units = {point: [plan.unit(point, backend, arch) for backend in order.backends] for point in order.points}
-    everything = [u for at_point in units.values() for u in at_point]
+    units = {point: order.units(point, arch) for point in order.points}
+    everything = [u for at_point, _ in units.values() for u in at_point]
     for reason in dict.fromkeys(f"{u.backend}: {u.support.reason}" for u in everything if not u.support):
         console.print(reason)
+    if spared := sum(len(pruned) for _, pruned in units.values()):
+        console.print(f"{spared} candidates pruned by the speed model; --no-prune measures them, too")
     compilers = Compilers(COMPILER, order.jobs, arch)
     compilers.submit(plan.distinct(everything))
     try:
         with bar(console) as progress:
             task = progress.add_task("", total=sum(len(u.configs) for u in everything))
             tell = _teller(progress, task, console)
-            for number, (point, at_point) in enumerate(units.items()):
+            for number, (point, (at_point, pruned)) in enumerate(units.items()):
                 if time.monotonic() > deadline:
                     console.print(f"the budget is spent; {len(units) - number} of {len(units)} points were not begun; "
                                   "the same command goes on")
                     return
                 progress.update(task, description=str(point))
+                prune.note(bench, pruned)
                 share = (deadline - time.monotonic()) / (len(units) - number)
                 row = measure_point(bench, at_point, share, compilers, tell)
                 keep(order, point, row, yardstick["bandwidth"], provenance, console)
