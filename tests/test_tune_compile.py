@@ -15,12 +15,14 @@ from replayssm_cute.arch import Arch
 from replayssm_cute.types import SUPPORTED, Mamba2Geometry
 from replayssm_tune import cli, run
 from replayssm_tune.compiler import Compilers
-from replayssm_tune.plan import Point, Unit, distinct, points, unit
+from replayssm_tune.plan import Point, Unit, distinct, unit
 from replayssm_tune.process import Lost
+from replayssm_tune.subject import Subject, find
 
 ROOT = Path(__file__).parents[1]
 H200 = Arch("cuda", (9, 0), "NVIDIA_H200", 132)
 POINT = Point(Mamba2Geometry(8, 64, 128, 1), "float16", 16, 4)
+SUBJECT = Subject("", POINT.geometry, None)
 FAKE = [sys.executable, "-m", "tests.tune_fake", "--compiler"]
 
 #: Prepares a kernel as the process with the GPU does, on the driver of tests.fake_gpu, which loads nothing.
@@ -61,9 +63,9 @@ def test_the_process_with_the_gpu_finds_what_was_compiled_ahead(tmp_path: Path, 
 
 
 def test_a_kernel_is_compiled_once_for_all_batches() -> None:
-    units = [unit(point, "triton", H200) for point in points(POINT.geometry, ["float16"], [16], [1, 8, 64])]
+    units = [unit(point, "triton", H200) for point in SUBJECT.points(["float16"], [16], [1, 8, 64])]
     assert sum(len(u.configs) for u in units) == 3 * len(distinct(units)) > 0
-    more = [unit(point, "triton", H200) for point in points(POINT.geometry, ["float16", "float32"], [16, 32], [1, 8])]
+    more = [unit(point, "triton", H200) for point in SUBJECT.points(["float16", "float32"], [16, 32], [1, 8])]
     kinds = {(u.point.state_dtype, u.point.buffer_len) for u, _ in distinct(more)}
     assert len(kinds) == 4
     assert [c == u.configs[0] for u, c in distinct(more)] == [True] * 4 + [False] * (len(distinct(more)) - 4), \
@@ -99,7 +101,7 @@ def test_a_dry_run_counts_the_space(capsys: pytest.CaptureFixture[str]) -> None:
     said = dry_run(capsys, "granite-4.0-h-tiny", "--device", "NVIDIA_B200", "--batch", "8,64", "--buffer-len", "8,16",
                    "--no-compile", "--no-prune", "--state-dtype", "float16")
     units = [unit(point, backend, Arch("cuda", (10, 0), "NVIDIA_B200"))
-             for point in points(Mamba2Geometry(48, 64, 128, 1), ["float16"], [8, 16], [8, 64])
+             for point in find("granite-4.0-h-tiny").points(["float16"], [8, 16], [8, 64])
              for backend in ("cute", "triton")]
     assert f"4 points, {sum(len(u.configs) for u in units)} candidates, {len(distinct(units))} kernels" in said
     assert len(re.findall(r"float16 +(8|16) +(cute|triton) +2 ", said)) == 4

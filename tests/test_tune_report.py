@@ -20,6 +20,7 @@ from replayssm_cute.registry.models import DTYPES, get
 from replayssm_cute.types import Mamba2Geometry
 from replayssm_tune import cli, figures, rows
 from replayssm_tune.measure import row_of
+from replayssm_tune.point import Point
 
 TINY = get("granite-4.0-h-tiny").geometry
 INFO = {"capability": "9.0", "sms": 132, "torch": "2.13.0", "triton": "3.6.0", "cutlass_dsl": "4.8.0",
@@ -150,7 +151,7 @@ def test_the_plots_hold_the_figures(tmp_path: Path) -> None:
     assert lines(plots.percent(found))["cute"][1][1] == found[1].percent(16.0)
     roof = lines(plots.roofline(found))
     assert roof["floor: copy of the same bytes"] == ([f.nbytes / 1e6 for f in found], [f.floor_us for f in found])
-    memory = lines(plots.memory(TINY, 36))["float16, with rings"]
+    memory = lines(plots.memory(Point(TINY, "float16", 16, 1), 36))["float16, with rings"]
     assert memory[1][memory[0].index(16)] == pytest.approx(27.0 + 3.6, abs=0.05)  # docs/models.md
 
 
@@ -219,7 +220,7 @@ def test_predicted_rows_are_marked_wherever_they_are_shown(shipped: Path, tmp_pa
                                                            capsys: pytest.CaptureFixture[str]) -> None:
     path = write(shipped, row(1, 5.0), predicted=True)
     for arguments, said in ((["show", str(path)], "NVIDIA_H200 (predicted)"),
-                            (["list", "--device", "NVIDIA_H200"], "48x64x128/1   36      predicted"),
+                            (["list", "--op", "mamba2_decode", "--device", "NVIDIA_H200"], "48x64x128/1   36      predicted"),
                             (["explain", "granite-4.0-h-tiny", "--device", "NVIDIA_H200"], "cute 5.0 us (predicted"),
                             (["explain", "granite-4.0-h-tiny", "--device", "NVIDIA_H200"], "were not measured on")):
         tuned.clear_cache()

@@ -11,9 +11,8 @@ import torch
 
 from benchmarks.peers import gdn, mamba2
 from benchmarks.peers.kernel import OURS, Bound, Kernel
-from replayssm_cute.gdn_types import GdnGeometry
-from replayssm_tune.cli import parse_geometry
 from replayssm_tune.gdn_workload import GdnWorkload, make_gdn_workload
+from replayssm_tune.subject import parse_gdn, parse_geometry
 from replayssm_tune.workload import make_workload
 
 WINDOW = 4
@@ -47,13 +46,6 @@ class Operation:
                  for b in backends]
         assert ours.package == OURS
         return replace(self, kernels=(*named, *others))
-
-
-def parse_gdn(text: str) -> GdnGeometry:
-    """``HV/HkxVxK``, the heads of one rank."""
-    heads, head_v_dim, head_k_dim = text.split("x")
-    num_v_heads, num_k_heads = heads.split("/")
-    return GdnGeometry(int(num_k_heads), int(num_v_heads), int(head_k_dim), int(head_v_dim))
 
 
 def _mamba2(layer: str, *, batch: int, dtype: torch.dtype, **rest: Any) -> Any:

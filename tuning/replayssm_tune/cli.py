@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import re
 import sys
@@ -15,17 +16,18 @@ from replayssm_cute.errors import ArgumentError, ReplayError
 from replayssm_cute.registry import tuned
 from replayssm_tune import survey
 from replayssm_tune.rows import merge_row
-from replayssm_tune.subject import Subject, find, parse_geometry
+from replayssm_tune.subject import Subject, find, parse_any, parse_geometry, steps_of
 
 __all__ = ["main", "merge_row", "parse_geometry"]
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 STATE_DTYPES = ("float32", "float16", "bfloat16")
+OPS = ("mamba2_decode", "gdn_decode", "gdn_verify")
 
 
 def command_list(args: argparse.Namespace) -> None:
     """Models, the devices with rows for their heads, and what is missing."""
-    survey.list_models(console(), args.device)
+    survey.list_models(console(), args.device, args.op)
 
 
 def command_explain(args: argparse.Namespace) -> None:
@@ -49,7 +51,7 @@ def command_run(args: argparse.Namespace) -> None:
 def command_show(args: argparse.Namespace) -> None:
     """Rows as tables: times, percent of the copy bandwidth, the runner-up, ring lengths against memory."""
     from replayssm_tune import figures, show
-    found = figures.read(args.paths)
+    found = figures.read(args.paths, op=args.op)
     for table in (show.table(found), show.ring_lengths(found)):
         if table is not None:
             console().print(table)
@@ -58,13 +60,13 @@ def command_show(args: argparse.Namespace) -> None:
 def command_report(args: argparse.Namespace) -> None:
     """Rows as one HTML page with its plots, and the plots as PNG files; predicted rows only where a path names them."""
     from replayssm_tune import figures, report
-    print(report.write(figures.read(args.paths, predicted=bool(args.paths)), Path(args.out)))
+    print(report.write(figures.read(args.paths, bool(args.paths), args.op), Path(args.out)))
 
 
 def command_export(args: argparse.Namespace) -> None:
     """Pack a folder of your files into one archive to contribute."""
     from replayssm_tune.export import export
-    for sentence in export(Path(args.folder), Path(args.to), args.force):
+    for sentence in export(Path(args.folder), Path(args.to), args.force, args.op):
         print(sentence)
     print(args.to)
 
@@ -85,7 +87,9 @@ def subject_of(args: argparse.Namespace) -> Subject:
     named = [text for text in (args.subject, args.model) if text]
     if len(named) + bool(args.geometry) != 1:
         raise ArgumentError("model", "exactly one of MODEL, --model and --geometry", ", ".join(named) or "none")
-    return Subject(str(args.geometry), args.geometry, None) if args.geometry else find(named[0], args.tp)
+    subject = Subject(str(args.geometry), args.geometry, None) if args.geometry else find(named[0], args.tp)
+    steps = steps_of(subject.geometry, args.op, args.spec_tokens, args.fold, args.ring_dtype)
+    return dataclasses.replace(subject, steps=steps)
 
 
 def listed(kind: Any) -> Any:
@@ -130,6 +134,8 @@ def parser() -> argparse.ArgumentParser:
             for name, function in functions.items()}
     for name, function in functions.items():
         subs[name].set_defaults(function=function)
+    for name in ("list", "explain", "run", "show", "report", "export"):
+        subs[name].add_argument("--op", choices=OPS, help="operation; default: all, of a model its standard decode")
     for name in ("explain", "run"):
         add_subject(subs[name])
     for name in ("list", "explain"):
@@ -142,12 +148,17 @@ def parser() -> argparse.ArgumentParser:
 def add_subject(sub: argparse.ArgumentParser) -> None:
     """Which model, and at which points."""
     sub.add_argument("subject", nargs="?", metavar="MODEL", help="the same as --model")
-    sub.add_argument("--model", help="registry name (see list), path of a config.json, or HxPxN/G of a whole layer")
-    sub.add_argument("--geometry", type=parse_geometry, help="HxPxN/G of one rank")
+    sub.add_argument("--model", help="registry name (see list), path of a config.json, or HxPxN/G (Mamba2) or "
+                     "HV/HkxVxK (Gated DeltaNet) of a whole layer")
+    sub.add_argument("--geometry", type=parse_any, help="HxPxN/G or HV/HkxVxK of one rank")
     sub.add_argument("--tp", type=count, default=1, help="tensor-parallel ranks of --model")
     sub.add_argument("--state-dtype", type=one_of(*STATE_DTYPES), default=list(STATE_DTYPES))
     sub.add_argument("--buffer-len", type=listed(count), default=[16], help="ring length L; several to compare them")
     sub.add_argument("--batch", type=listed(count), default=list(BATCHES))
+    sub.add_argument("--spec-tokens", type=listed(count), help="T of a verify step, 1 + drafts (default 4)")
+    sub.add_argument("--fold", type=one_of("exact", "ring"), help="of a verify step (default exact)")
+    sub.add_argument("--ring-dtype", type=one_of(*STATE_DTYPES),
+                     help="of the d and k rings of Gated DeltaNet (default bfloat16)")
 
 
 def add_run(sub: argparse.ArgumentParser) -> None:

@@ -46,7 +46,7 @@ def space(units: list[Unit]) -> Table:
     table = Table("state", "L", "backend", "points", "candidates", "kernels", box=None, header_style="bold")
     groups: dict[tuple[Any, ...], list[Unit]] = {}
     for u in units:
-        groups.setdefault((u.point.state_dtype, u.point.buffer_len, u.backend), []).append(u)
+        groups.setdefault((u.point.step + u.point.state_dtype, u.point.buffer_len, u.backend), []).append(u)
     for (dtype, buffer_len, backend), members in groups.items():
         counts = Counter(len(u.configs) for u in members)
         each = ", ".join(f"{n} at {points}" for n, points in counts.items()) if len(counts) > 1 else str(*counts)
@@ -76,8 +76,8 @@ def resources(order: run.Order, arch: Arch, kernels: list[tuple[Unit, dict[str, 
                   header_style="bold")
     compilers, deadline = Compilers(run.COMPILER, order.jobs, arch, resources=True), time.monotonic() + order.budget
     compilers.submit(kernels)
-    shown = sorted(kernels, key=lambda k: (order.state_dtypes.index(k[0].point.state_dtype), k[0].point.buffer_len,
-                                           order.backends.index(k[0].backend)))
+    shown = sorted(kernels, key=lambda k: (k[0].point.step, order.state_dtypes.index(k[0].point.state_dtype),
+                                           k[0].point.buffer_len, order.backends.index(k[0].backend)))
     varying = {backend: _varying([c for u, c in kernels if u.backend == backend]) for backend in order.backends}
     try:
         with run.bar(console) as progress:
@@ -86,7 +86,7 @@ def resources(order: run.Order, arch: Arch, kernels: list[tuple[Unit, dict[str, 
                     table.caption = "the budget is spent; the rest was not compiled"
                     break
                 text = " ".join(f"{name}={config[name]}" for name in varying[u.backend])
-                cells = (u.point.state_dtype, str(u.point.buffer_len), u.backend, text)
+                cells = (u.point.step + u.point.state_dtype, str(u.point.buffer_len), u.backend, text)
                 try:
                     table.add_row(*cells, *_cells(compilers.result(u, config), arch))
                 except Lost as loss:

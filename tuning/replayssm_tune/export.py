@@ -20,11 +20,12 @@ from replayssm_tune import rows
 PLACE = "replayssm_cute/tuned"
 
 
-def export(folder: Path, archive: Path, force: bool = False) -> list[str]:
+def export(folder: Path, archive: Path, force: bool = False, op: str | None = None) -> list[str]:
     """Merge every file of the folder with the shipped rows of its name and pack the results.
 
     Args:
         force: take the folder's rows also where the shipped ones are better or of other versions.
+        op: only the files of this operation; None takes all.
 
     Returns:
         a sentence for every file that is packed, and for every shipped row that stays.
@@ -32,7 +33,7 @@ def export(folder: Path, archive: Path, force: bool = False) -> list[str]:
     Raises:
         RegistryError: a file is malformed or predicted, there is none, or the shipped rows are of other versions.
     """
-    files = sorted(folder.glob("*.json"))
+    files = sorted(folder.glob(f"op={op},*.json" if op else "*.json"))
     if not files:
         raise RegistryError(f"{folder}: no registry files there")
     said, packed = [], io.BytesIO()

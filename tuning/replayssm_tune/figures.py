@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from replayssm_cute.errors import RegistryError
-from replayssm_cute.layout import mamba2_step_bytes
 from replayssm_cute.registry import tuned
 from replayssm_cute.registry.models import DTYPES
 from replayssm_cute.registry.tuned_file import TunedEntry, TunedFile, TunedRow
-from replayssm_cute.types import Mamba2Geometry
+from replayssm_tune.operations import nbytes, point_of
+from replayssm_tune.point import Point
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,7 @@ class Figure:
 
     Attributes:
         device: its name, with `` (predicted)`` where the times come from the speed model.
-        geometry: heads of one rank.
-        state_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
-        buffer_len, batch: L, and rows of the step.
+        point: what was measured.
         backends: best choice by backend.
         per_step_us: microseconds of the per-step baseline, None where not taken.
         nbytes: that the method must move in one step.
@@ -31,14 +29,28 @@ class Figure:
     """
 
     device: str
-    geometry: Mamba2Geometry
-    state_dtype: str
-    buffer_len: int
-    batch: int
+    point: Point
     backends: dict[str, TunedEntry]
     per_step_us: float | None
     nbytes: float
     bandwidth: float | None
+
+    @property
+    def layer(self) -> str:
+        """The step, but Mamba2's, and the heads of one rank."""
+        return f"{self.point.step}{self.point.geometry}"
+
+    @property
+    def state_dtype(self) -> str:
+        return self.point.state_dtype
+
+    @property
+    def buffer_len(self) -> int:
+        return self.point.buffer_len
+
+    @property
+    def batch(self) -> int:
+        return self.point.batch
 
     @property
     def fastest(self) -> str:
@@ -59,10 +71,11 @@ class Figure:
         return None if self.bandwidth is None else self.nbytes / self.bandwidth * 1e6
 
 
-def read(paths: Sequence[str], predicted: bool = True) -> list[Figure]:
+def read(paths: Sequence[str], predicted: bool = True, op: str | None = None) -> list[Figure]:
     """The rows of files and folders; without any, of the shipped folder and the user's.
 
     Args:
+        op: only rows of this operation; None takes all.
         predicted: take files of predicted rows, too.
 
     Raises:
@@ -70,28 +83,26 @@ def read(paths: Sequence[str], predicted: bool = True) -> list[Figure]:
     """
     found = [p for path in map(Path, paths) for p in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
     files = map(tuned.load_file, found if paths else tuned.files())
-    figures = [figure for file in files if predicted or not file.provenance.predicted for figure in of_file(file)]
+    figures = [figure for file in files if predicted or not file.provenance.predicted for figure in of_file(file)
+               if op in (None, figure.point.op)]
     if not figures:
         where = ", ".join(paths) or f"{tuned.SHIPPED_FOLDER}, ${tuned.USER_FOLDER_VARIABLE}" \
             f"={os.environ.get(tuned.USER_FOLDER_VARIABLE, '')}"
         raise RegistryError(f"{where}: no rows there")
-    return sorted(figures, key=lambda f: (f.device, str(f.geometry), list(DTYPES).index(f.state_dtype), f.buffer_len,
+    return sorted(figures, key=lambda f: (f.device, f.layer, list(DTYPES).index(f.state_dtype), f.buffer_len,
                                           f.batch))
 
 
 def of_file(file: TunedFile) -> list[Figure]:
     """Every row of a file."""
-    _, headdim, dstate, state_dtype = file.shape
     bandwidth = _bandwidth(file)
     device = file.provenance.device + " (predicted)" * file.provenance.predicted
-    return [Figure(device, row.size.geometry((headdim, dstate)), state_dtype,
-                   row.buffer_len, row.batch, row.backends, row.per_step_us, _nbytes(file, row), bandwidth)
+    return [Figure(device, point_of(file.shape, row.size), row.backends, row.per_step_us, _nbytes(file, row), bandwidth)
             for row in file.rows]
 
 
 def _nbytes(file: TunedFile, row: TunedRow) -> float:
-    _, headdim, dstate, state_dtype = file.shape
-    return mamba2_step_bytes(row.size.geometry((headdim, dstate)), row.buffer_len, DTYPES[state_dtype]) * row.batch
+    return nbytes(point_of(file.shape, row.size))
 
 
 def _bandwidth(file: TunedFile) -> float | None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from replayssm_cute.arch import Arch
-from replayssm_cute.gdn_types import GdnGeometry
-from replayssm_cute.types import Mamba2Geometry, Support
+from replayssm_cute.types import Support
 from replayssm_tune.operations import OPERATIONS
 from replayssm_tune.point import Point
 from replayssm_tune.space import candidates
 
-__all__ = ["Point", "Unit", "distinct", "points", "unit"]
+__all__ = ["Point", "Unit", "distinct", "unit"]
 
 
 @dataclass(frozen=True)
@@ -29,12 +27,6 @@ class Unit:
     backend: str
     support: Support
     configs: tuple[dict[str, Any], ...]
-
-
-def points(geometry: Mamba2Geometry | GdnGeometry, state_dtypes: Iterable[str], buffer_lens: Iterable[int],
-           batches: Iterable[int], **step: Any) -> list[Point]:
-    """Every point of a run, in the order in which it is measured; ``step`` are further fields of all."""
-    return [Point(geometry, *values, **step) for values in itertools.product(state_dtypes, buffer_lens, batches)]
 
 
 def unit(point: Point, backend: str, arch: Arch) -> Unit:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from replayssm_cute.layout import MAX_BUFFER_LEN, mamba2_ring_bytes, mamba2_state_bytes
+from replayssm_cute.layout import MAX_BUFFER_LEN
 from replayssm_cute.registry.models import DTYPES
-from replayssm_cute.types import Mamba2Geometry
 from replayssm_tune.figures import Figure
+from replayssm_tune.operations import OPERATIONS
+from replayssm_tune.point import Point
 
 COLOURS = {"cute": "tab:green", "triton": "tab:blue", "torch": "tab:orange", "per-step": "tab:grey"}
 Series = tuple[list[int], list[float]]
@@ -74,15 +76,18 @@ def roofline(figures: Sequence[Figure]) -> Any:
     return figure
 
 
-def memory(geometry: Mamba2Geometry, layers: int) -> Any:
+def memory(point: Point, layers: int) -> Any:
     """MiB of one request against the ring length: the checkpoint alone, and with the rings."""
     figure, (axis,) = _subplots(1)
     lengths = [n for n in (1, 2, 4, 8, 16, 24, 32, 48, 64) if n <= MAX_BUFFER_LEN]
-    for (name, dtype), colour in zip(DTYPES.items(), ("tab:red", "tab:purple", "tab:olive"), strict=True):
-        state = layers * mamba2_state_bytes(geometry, dtype) / 2**20
+    if point.tokens:  # a ring of windows is a power of two and holds two
+        lengths = [n for n in lengths if n >= 2 * point.tokens and n & (n - 1) == 0]
+    for name, colour in zip(DTYPES, ("tab:red", "tab:purple", "tab:olive"), strict=True):
+        account = [OPERATIONS[point.op].memory(replace(point, state_dtype=name, buffer_len=n)) for n in lengths]
+        state = layers * account[0][0] / 2**20
         style = "--" if name == "bfloat16" else "-"  # as large as float16
-        axis.plot(lengths, [state + layers * mamba2_ring_bytes(geometry, n) / 2**20 for n in lengths], style,
-                  color=colour, label=f"{name}, with rings")
+        axis.plot(lengths, [layers * sum(both) / 2**20 for both in account], style, color=colour,
+                  label=f"{name}, with rings")
         axis.axhline(state, ls=":", color=colour, lw=1)
     axis.set_ylim(bottom=0)
     axis.set_xlabel("ring length L (dotted: the checkpoint alone)")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from replayssm_cute.registry import models
-from replayssm_cute.types import Mamba2Geometry
 from replayssm_tune import plots
 from replayssm_tune.figures import Figure, break_even
 
@@ -18,7 +17,7 @@ PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>replayssm-tune</title>
 <style>body{{font:15px/1.5 sans-serif;max-width:70em;margin:2em auto;padding:0 1em}}img{{max-width:100%}}
 table{{border-collapse:collapse}}td,th{{padding:.1em .8em;text-align:right;border-bottom:1px solid #ddd}}</style></head>
-<body><h1>Mamba2 decode by replay</h1>
+<body><h1>Decode by replay</h1>
 <p>Times are microseconds of one step of one layer, medians over whole staggered ring cycles with cold L2. The floor is
 the time in which a large copy of the same run moves the bytes that the method must move. Where a device is marked as
 predicted, its times and its copy come from the speed model.</p>
@@ -47,27 +46,24 @@ def write(figures: Sequence[Figure], folder: Path) -> Path:
 
 
 def _subject(f: Figure) -> tuple[str, str, int]:
-    return f.device, str(f.geometry), f.buffer_len
+    return f.device, f.layer, f.buffer_len
 
 
 def section(figures: list[Figure], folder: Path) -> str:
     """Everything about one layer and ring length on one device."""
     first = figures[0]
-    named = [m for m in models.mamba2_models() if any(_splits(m, tp, first.geometry) for tp in m.tp_sizes)]
-    whole = next((m for m in named if m.geometry == first.geometry), None)
-    stem = f"{first.device}-{first.geometry}-L{first.buffer_len}".replace("/", "-").replace(" ", "_")
+    heads = first.point.geometry
+    named = [m for m in models.all_models() if any(m.geometry.shard(tp) == heads for tp in m.tp_sizes)]
+    whole = next((m for m in named if m.geometry == heads), None)
+    stem = f"{first.device}-{first.layer}-L{first.buffer_len}".replace("/", "-").replace(" ", "_")
     images = [image(draw(figures), folder / f"{stem}-{kind}.png", title) for kind, (draw, title) in PLOTS.items()]
     layers = whole.recurrent_layers if whole else 1
-    images.append(image(plots.memory(first.geometry, layers), folder / f"{stem}-memory.png",
+    images.append(image(plots.memory(first.point, layers), folder / f"{stem}-memory.png",
                         f"Memory of one request{f' of {whole.name}' if whole else ', one layer'}"))
-    heads = ", ".join(m.name for m in named) or "no model of the registry"
-    return (f"<h2>{html.escape(f'{first.device}, {first.geometry}, L={first.buffer_len}')}</h2>"
-            f"<p>Heads of one rank of: {html.escape(heads)}.</p>{break_even_table(figures)}{times_table(figures)}"
+    users = ", ".join(m.name for m in named) or "no model of the registry"
+    return (f"<h2>{html.escape(f'{first.device}, {first.layer}, L={first.buffer_len}')}</h2>"
+            f"<p>Heads of one rank of: {html.escape(users)}.</p>{break_even_table(figures)}{times_table(figures)}"
             + "".join(images))
-
-
-def _splits(model: models.ModelEntry, tp: int, geometry: Mamba2Geometry) -> bool:
-    return model.geometry.shard(tp) == geometry
 
 
 def image(figure: Any, path: Path, title: str) -> str:

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from replayssm_cute.arch import Arch
 from replayssm_cute.errors import UnsupportedError
 from replayssm_cute.registry import tuned
-from replayssm_cute.registry.models import DTYPES
 from replayssm_tune import figures, plan, prune, rows, show
 from replayssm_tune.compiler import Compilers
 from replayssm_tune.journal import Journal
-from replayssm_tune.measure import row_of
+from replayssm_tune.measure import times_of
+from replayssm_tune.operations import nbytes, sizes
 from replayssm_tune.plan import Point, Unit
 from replayssm_tune.process import Child
 from replayssm_tune.prune import Pruned
@@ -67,7 +67,11 @@ class Order:
 
     @property
     def points(self) -> list[Point]:
-        return plan.points(self.subject.geometry, self.state_dtypes, self.buffer_lens, self.batches)
+        return self.subject.points(self.state_dtypes, self.buffer_lens, self.batches)
+
+    def path(self, state_dtype: str, device: str) -> Path:
+        """The file of the rows of a state dtype."""
+        return rows.path_of(self.out, self.subject.geometry, state_dtype, device, self.subject.op)
 
     def units(self, point: Point, arch: Arch) -> tuple[list[Unit], list[Pruned]]:
         """The candidates of a point that are to be measured, and those that are not."""
@@ -121,7 +125,7 @@ def measure(order: Order, bench: Bench, arch: Arch, seconds: float, console: Con
     yardstick = bench.lab.ask({"do": "yardstick"}, SETUP_SECONDS)
     provenance = rows.record(arch.name, yardstick["provenance"])
     for name in order.state_dtypes:
-        rows.check(rows.path_of(order.out, order.subject.geometry, name, arch.name), provenance, order.force)
+        rows.check(order.path(name, arch.name), provenance, order.force)
     units = {point: order.units(point, arch) for point in order.points}
     everything = [u for at_point, _ in units.values() for u in at_point]
     for reason in dict.fromkeys(f"{u.backend}: {u.support.reason}" for u in everything if not u.support):
@@ -151,9 +155,10 @@ def measure(order: Order, bench: Bench, arch: Arch, seconds: float, console: Con
 
 def compare_ring_lengths(order: Order, arch: Arch, console: Console) -> None:
     """Where several were measured: what each costs in time and memory."""
-    paths = [rows.path_of(order.out, order.subject.geometry, name, arch.name) for name in order.state_dtypes]
+    paths = [order.path(name, arch.name) for name in order.state_dtypes]
+    layers = {replace(point, batch=1) for point in order.points}
     measured = [f for path in paths if path.exists() for f in figures.of_file(tuned.load_file(path))
-                if f.geometry == order.subject.geometry and f.buffer_len in order.buffer_lens]
+                if replace(f.point, batch=1) in layers]
     table = show.ring_lengths(measured, order.subject.layers or 1)
     if table is not None:
         console.print(table)
@@ -181,9 +186,8 @@ def keep(order: Order, point: Point, found: dict[str, Any], bandwidth: float, pr
     if not found["entries"]:
         console.print(f"{point}: no backend has a right candidate; no row")
         return
-    row = row_of(point.geometry, DTYPES[point.state_dtype], point.buffer_len, point.batch, found["entries"],
-                 found["per_step"], bandwidth)
-    path = rows.path_of(order.out, point.geometry, point.state_dtype, provenance["device"])
+    row = {**sizes(point), **times_of(nbytes(point), found["entries"], found["per_step"], bandwidth)}
+    path = order.path(point.state_dtype, provenance["device"])
     console.print(sentence(point, row, found["heuristic"]), highlight=False, soft_wrap=True)
     for reason in rows.store(path, provenance, [row], order.force):
         console.print(f"kept {reason}", highlight=False, soft_wrap=True)
@@ -213,7 +217,7 @@ def _teller(progress: Progress, task: Any, console: Console) -> Any:
 
     def tell(unit: Unit, trial: Trial) -> None:
         progress.advance(task)
-        text = f"{unit.point.state_dtype} L={unit.point.buffer_len}: {unit.backend} {trial.config}"
+        text = f"{unit.point.step}{unit.point.state_dtype} L={unit.point.buffer_len}: {unit.backend} {trial.config}"
         if trial.fault and text not in told:
             told.add(text)
             console.print(f"{text} left out: {trial.fault}", highlight=False, markup=False, soft_wrap=True)
