@@ -70,7 +70,8 @@ def row_kernels(target: Target) -> Iterator[Kernel]:
         _, headdim, dstate, state = file.shape
         for row in file.rows:
             if "cute" in row.backends:
-                yield (make_problem((row.nheads, headdim, dstate, row.ngroups), models.DTYPES[state], row.buffer_len),
+                g = row.size.geometry((headdim, dstate))
+                yield (make_problem((g.nheads, headdim, dstate, g.ngroups), models.DTYPES[state], row.buffer_len),
                        Mamba2Config.from_dict(row.backends["cute"].config))
 
 
