@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from replayssm_cute.arch import Arch
+from replayssm_cute.gdn_types import GdnGeometry
 from replayssm_cute.types import SUPPORTED, Mamba2Geometry
 from replayssm_tune import cli, run
 from replayssm_tune.compiler import Compilers
@@ -22,6 +23,8 @@ from replayssm_tune.subject import Subject, find
 ROOT = Path(__file__).parents[1]
 H200 = Arch("cuda", (9, 0), "NVIDIA_H200", 132)
 POINT = Point(Mamba2Geometry(8, 64, 128, 1), "float16", 16, 4)
+DECODE = Point(GdnGeometry(2, 4), "float32", 16, 4, "gdn_decode")
+VERIFY = Point(GdnGeometry(2, 4), "bfloat16", 16, 4, "gdn_verify", tokens=2, fold="exact")
 SUBJECT = Subject("", POINT.geometry, None)
 FAKE = [sys.executable, "-m", "tests.tune_fake", "--compiler"]
 
@@ -31,24 +34,26 @@ import json, sys
 import triton
 from tests.fake_gpu import DRIVER
 from replayssm_cute.arch import Arch
-from replayssm_cute.backends import cute, triton as backend
+from replayssm_tune.operations import OPERATIONS
 from replayssm_tune.plan import Point
 point, config, name = json.loads(sys.argv[1])
+point = Point.from_dict(point)
 if name == "triton": triton.runtime.driver.set_active(DRIVER)
 arch = Arch("cuda", (9, 0), "NVIDIA_H200", 132)
-(backend if name == "triton" else cute).prepare(Point.from_dict(point).problem, arch, 4, config)
+OPERATIONS[point.op].launch(name, point.problem, arch, 4, config)
 """
 
 
-@pytest.mark.parametrize("backend", ["cute", "triton"])
+@pytest.mark.parametrize(("point", "backend"), [(POINT, "cute"), (POINT, "triton"), (DECODE, "cute"),
+                                                (VERIFY, "triton")], ids=str)
 def test_the_process_with_the_gpu_finds_what_was_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                                backend: str) -> None:
+                                                                point: Point, backend: str) -> None:
     if backend == "cute":
         pytest.importorskip("cutlass")
     monkeypatch.setenv("REPLAYSSM_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    u = unit(POINT, backend, H200)
+    u = unit(point, backend, H200)
     compilers = Compilers(run.COMPILER, 1, H200)
     compilers.submit([(u, u.configs[0])])
     assert compilers.result(u, u.configs[0]) == {}
@@ -57,7 +62,7 @@ def test_the_process_with_the_gpu_finds_what_was_compiled_ahead(tmp_path: Path, 
     assert len(compiled) == 1
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
                    "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, "-c", PREPARE, json.dumps([POINT.to_dict(), u.configs[0], backend])], check=True,
+    subprocess.run([sys.executable, "-c", PREPARE, json.dumps([point.to_dict(), u.configs[0], backend])], check=True,
                    env=environment, cwd=ROOT)
     assert {p for p in tmp_path.rglob("*") if p.suffix in (".o", ".cubin")} == compiled, "nothing was compiled again"
 

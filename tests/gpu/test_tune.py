@@ -11,30 +11,33 @@ import pytest
 
 from replayssm_cute import arch as archs
 from replayssm_cute.registry import tuned
-from replayssm_tune import cli
-from replayssm_tune.cli import parse_geometry
+from replayssm_tune import cli, plan
 from replayssm_tune.rows import path_of
+from replayssm_tune.subject import find, steps_of
 
-GEOMETRY = parse_geometry("64x64x128/8")
+MAMBA2 = plan.Point(find("64x64x128/8").geometry, "float16", 16, 1)
+DECODE, VERIFY = (plan.Point(find("32/16x128x128").geometry, "float32", 16, 1, **steps_of(
+    find("32/16x128x128").geometry, op)[0]) for op in ("gdn_decode", "gdn_verify"))
 
 
-def test_a_short_run_keeps_its_budget_and_beats_or_equals_the_heuristic(tmp_path: Path,
+@pytest.mark.parametrize("layer", [MAMBA2, DECODE, VERIFY], ids=lambda point: point.op)
+def test_a_short_run_keeps_its_budget_and_beats_or_equals_the_heuristic(tmp_path: Path, layer: plan.Point,
                                                                         capsys: pytest.CaptureFixture[str]) -> None:
-    from replayssm_tune import plan  # it imports Triton, which other tests collected here want to interpret
-
     begun = time.monotonic()
-    assert cli.main(["run", "--geometry", str(GEOMETRY), "--state-dtype", "float16", "--batch", "8,64", "--jobs", "4",
-                     "--budget", "90s", "--out", str(tmp_path)]) == 0
+    assert cli.main(["run", "--geometry", str(layer.geometry), "--op", layer.op, "--state-dtype", layer.state_dtype,
+                     "--batch", "8,64", "--jobs", "8", "--budget", "90s", "--out", str(tmp_path)]) == 0
     assert time.monotonic() - begun < 90
     said, arch = capsys.readouterr().out, archs.of("cuda")
     assert "were not begun" not in said
-    rows = tuned.load_file(path_of(tmp_path, GEOMETRY, "float16", arch.name)).rows
+    rows = tuned.load_file(path_of(tmp_path, layer.geometry, layer.state_dtype, arch.name, layer.op)).rows
     assert [row.batch for row in rows] == [8, 64]
     records = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
     for row in rows:
-        assert row.per_step_us and row.copy_percent and 1 < row.copy_percent < 105
+        assert bool(row.per_step_us) == (layer.op != "gdn_verify"), "a window has no baseline"
+        assert row.copy_percent and 1 < row.copy_percent < 105
         for backend, entry in row.backends.items():
-            default = plan.unit(plan.Point(GEOMETRY, "float16", 16, row.batch), backend, arch).configs[0]
+            point = plan.Point.from_dict({**layer.to_dict(), "batch": row.batch})
+            default = plan.unit(point, backend, arch).configs[0]
             samples = [r["result"]["us"] for r in records if r["key"]["do"] == "sample"
                        and (r["key"]["backend"], r["key"]["point"]["batch"]) == (backend, row.batch)
                        and r["key"]["config"] == default]

@@ -69,7 +69,7 @@ class Point:
     @property
     def step(self) -> str:
         """The operation in words, but Mamba2's, and what it has beside heads, dtype and L; with a space behind."""
-        ring = "" if self.ring_dtype == "bfloat16" else f"{self.ring_dtype} rings "
+        ring = "" if self.ring_dtype == "bfloat16" else f"{self.ring_dtype} rings, "
         kinds = {"mamba2_decode": "", "gdn_decode": f"decode {ring}",
                  "gdn_verify": f"verify T={self.tokens} {self.fold} fold {ring}"}
         return kinds[self.op]

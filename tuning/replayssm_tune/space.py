@@ -75,9 +75,10 @@ def _gdn_cute(problem: GdnProblem, batch: int, arch: Arch) -> list[dict[str, Any
     near: Iterable[GdnConfig] = (replace(default, rows=rows, tile_v=tile, min_ctas=ctas)
                                  for rows, tile in GDN_TILES for ctas in GDN_CTAS)
     if default.design == "staged":
-        near = (replace(default, rows=rows, tile_v=tile, min_ctas=ctas, stages=stages, evict_first=evict)
-                for evict in (default.evict_first, not default.evict_first) for rows, tile in GDN_TILES
-                for ctas, stages in GDN_PLANS)
+        turned = replace(default, evict_first=not default.evict_first)
+        plans = [replace(c, min_ctas=ctas, stages=stages) for c in (default, turned) for ctas, stages in GDN_PLANS]
+        near = (turned, *plans, *(replace(default, rows=rows, tile_v=tile, min_ctas=ctas, stages=stages)
+                                  for rows, tile in GDN_TILES for ctas, stages in GDN_PLANS))
     everything = dict.fromkeys((default, *own, *near, *ranked))
     return [c.to_dict() for c in everything if gdn_cute_config.validate(problem, c, target)]
 

@@ -81,7 +81,7 @@ def with_rows() -> list[Arch]:
 def step_name(geometry: Geometry, step: Step) -> str:
     """``Mamba2 decode``, ``Gated DeltaNet verify T=4 exact fold``."""
     words = Point(geometry, "float32", BUFFER_LEN, 1, **step).step
-    return f"Gated DeltaNet {words.strip()}" if words else "Mamba2 decode"
+    return f"Gated DeltaNet {words.strip(' ,')}" if words else "Mamba2 decode"
 
 
 def coverage(geometry: Geometry, step: Step, arch: Arch) -> str:
@@ -110,7 +110,8 @@ def explain(subject: Subject, state_dtypes: Iterable[str], buffer_lens: Iterable
         point = Point(subject.geometry, name, buffer_len, 1, **step)
         state, rings = subject.memory(name, buffer_len, step)
         layers = f"{subject.layers} layers" if subject.layers else "one layer"
-        print(f"{subject.name}, {point.step}state {name}, L={buffer_len}: a request takes {state / 2**20:.1f} MiB of "
+        words = f"{point.step.strip(' ,')}, " if point.step else ""
+        print(f"{subject.name}, {words}state {name}, L={buffer_len}: a request takes {state / 2**20:.1f} MiB of "
               f"state and {rings / 2**20:.1f} of rings in {layers}")
         for batch in batches:
             print(OPERATIONS[point.op].explain(problem(point), batch, arch))
