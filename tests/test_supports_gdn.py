@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from replayssm_cute import gdn_dispatch
 from replayssm_cute.backends import gdn_cute
 from replayssm_cute.gdn_types import GdnGeometry
+from replayssm_cute.registry import tuned
 from replayssm_cute.registry.models import find_by_geometry, get_gdn
 from replayssm_cute.registry.support import ModelSupport, supports_replayssm
 from replayssm_cute.types import Support
+from tests.test_registry_tuned import provenance
 
 Json = dict[str, Any]
 
@@ -31,6 +34,16 @@ QWEN3_5_27B = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type
     "linear_num_value_heads": 48}}
 CPU: Json = {"device": "cpu"}
 DSL = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="the CuTe DSL is not installed")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder in the place of the shipped rows."""
+    monkeypatch.setattr(tuned, "SHIPPED_FOLDER", tmp_path)
+    monkeypatch.delenv(tuned.USER_FOLDER_VARIABLE, raising=False)
+    tuned.clear_cache()
+    yield tmp_path
+    tuned.clear_cache()
 
 
 @pytest.mark.parametrize(("config", "name", "heads"), [
@@ -132,15 +145,20 @@ FOLDS = "; folds outside of it: triton (cute: there is no kernel for folds outsi
 @DSL
 @pytest.mark.parametrize("device", ["NVIDIA_H200", "NVIDIA_B200", "NVIDIA_B300"])
 def test_where_the_cute_kernels_serve(device: str) -> None:
-    beside = "; with float32 rings: triton (cute: the kernels take bf16 inputs and rings, not torch.bfloat16 and " \
-             "torch.float32)"
-    assert backend(device=device) == f"decode: {FIRST}{beside}"
-    assert backend(device=device, state_dtype="bfloat16") == f"decode: {FIRST}"
+    assert backend(device=device) == backend(device=device, state_dtype="bfloat16") == f"decode: {FIRST}"
     assert backend(device=device, speculative_tokens=3) == f"verify of 4 tokens: {FIRST}{FOLDS}"
     page = (Path(__file__).parents[1] / "docs" / "registry.md").read_text()
     assert backend(device=device) in page and backend(device=device, speculative_tokens=3) in page
     assert backend(device=device, speculative_tokens=15, buffer_len=64) \
         == f"verify of 16 tokens: triton (cute: L=64 is not in 2..32){FOLDS}"
+
+
+def test_rings_in_the_dtype_of_the_checkpoint_are_named_where_they_change_who_serves(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gdn_cute, "supports", lambda problem, arch: Support(True) if problem.ring_dtype == torch.bfloat16
+                        else Support(False, "bf16 rings only"))
+    assert backend(device="NVIDIA_B200") == f"decode: {FIRST}; with float32 rings: triton (cute: bf16 rings only)"
+    assert backend(device="NVIDIA_B200", state_dtype="bfloat16") == f"decode: {FIRST}"
 
 
 @DSL
@@ -151,6 +169,25 @@ def test_how_the_checkpoint_is_rounded(device: str, rounding: str) -> None:
     answer = supports_replayssm(QWEN3_5, device=device, state_dtype="bfloat16", stochastic_rounding=True)
     assert answer.rounding == rounding
     assert supports_replayssm(QWEN3_5, device=device, speculative_tokens=3).rounding == "to nearest"
+
+
+@DSL
+def test_measured_rows_choose_and_what_is_missing_would_be_measured(folder: Path) -> None:
+    """Rows of standard decode say nothing about windows."""
+    entries = {"cute": {"config": {}, "us": 30.0, "runner_up": None},
+               "triton": {"config": {}, "us": 20.0, "runner_up": None}}
+    tuned.write_rows(folder / tuned.file_name("gdn_decode", 128, 128, "float32", "NVIDIA_H200"), provenance(), [
+        {"num_v_heads": 32, "num_k_heads": 16, "ring_dtype": "bfloat16", "buffer_len": 16, "batch": 64,
+         "backends": entries, "per_step_us": None, "copy_percent": None}])
+    tuned.clear_cache()
+    decode, verify, rank = (supports_replayssm(QWEN3_5, device="NVIDIA_H200", **options) for options in (
+        {}, {"speculative_tokens": 3}, {"tp": 2}))
+    assert decode.tuned and decode.tune_command is None
+    assert decode.backend.startswith("decode: triton (measured as faster: NVIDIA_H200, batch 64, 2026-11-30")
+    assert not verify.tuned and verify.backend.startswith("verify of 4 tokens: cute (the first choice")
+    assert verify.tune_command == "replayssm-tune run --model qwen3.5-35b-a3b --tp 1 --op gdn_verify --spec-tokens 4 " \
+        "--state-dtype float32 --buffer-len 16"
+    assert not rank.tuned and "--tp 2 --op gdn_decode" in (rank.tune_command or "")
 
 
 def test_other_gpus_are_served_by_triton() -> None:

@@ -220,7 +220,8 @@ def test_predicted_rows_are_marked_wherever_they_are_shown(shipped: Path, tmp_pa
                                                            capsys: pytest.CaptureFixture[str]) -> None:
     path = write(shipped, row(1, 5.0), predicted=True)
     for arguments, said in ((["show", str(path)], "NVIDIA_H200 (predicted)"),
-                            (["list", "--op", "mamba2_decode", "--device", "NVIDIA_H200"], "48x64x128/1   36      predicted"),
+                            (["list", "--op", "mamba2_decode", "--device", "NVIDIA_H200"],
+                             "48x64x128/1   36      predicted"),
                             (["explain", "granite-4.0-h-tiny", "--device", "NVIDIA_H200"], "cute 5.0 us (predicted"),
                             (["explain", "granite-4.0-h-tiny", "--device", "NVIDIA_H200"], "were not measured on")):
         tuned.clear_cache()
