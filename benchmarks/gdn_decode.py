@@ -19,7 +19,6 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +28,11 @@ from benchmarks.mamba2_decode import measured
 from replayssm_cute import dispatch, gdn_dispatch
 from replayssm_cute.gdn_types import GdnGeometry
 from replayssm_tune.gdn_workload import GdnWorkload, make_gdn_workload
-from replayssm_tune.timing import copy_bandwidth, provenance, same_size_us, time_graph
+from replayssm_tune.measure import time_replay
+from replayssm_tune.timing import copy_bandwidth, provenance, same_size_us
 
 QWEN3_NEXT = GdnGeometry(16, 32, 128, 128)
 KINDS = {"decode": (0, False), "ring": (4, False), "exact": (4, True)}
-
-
-def time_launch(w: GdnWorkload, launch: Callable[..., object]) -> dict[str, float]:
-    """Microseconds a step of one cycle over all pools: median, min and max."""
-    def cycle() -> None:
-        for phase in range(len(w.phases)):
-            for pool in range(len(w.pools)):
-                launch(*w.arguments(phase, pool))
-    return time_graph(cycle, len(w.phases) * len(w.pools))
 
 
 def time_backend(w: GdnWorkload, backend: str) -> dict[str, Any]:
@@ -53,7 +44,7 @@ def time_backend(w: GdnWorkload, backend: str) -> dict[str, Any]:
     before = dispatch.served[problem.op, backend]
     gdn_dispatch.serve(w.arguments(0, 0), (problem.op, w.exact), lambda: problem, torch.device("cuda"), backend)
     assert dispatch.served[problem.op, backend] == before + 1
-    return time_launch(w, gdn_dispatch.prepare(problem, "cuda", backend).call)
+    return time_replay(w, gdn_dispatch.prepare(problem, "cuda", backend).call)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -155,8 +155,8 @@ def test_where_the_cute_kernels_serve(device: str) -> None:
 
 def test_rings_in_the_dtype_of_the_checkpoint_are_named_where_they_change_who_serves(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gdn_cute, "supports", lambda problem, arch: Support(True) if problem.ring_dtype == torch.bfloat16
-                        else Support(False, "bf16 rings only"))
+    monkeypatch.setattr(gdn_cute, "supports", lambda problem, arch: Support(
+        problem.ring_dtype == torch.bfloat16, "bf16 rings only"))
     assert backend(device="NVIDIA_B200") == f"decode: {FIRST}; with float32 rings: triton (cute: bf16 rings only)"
     assert backend(device="NVIDIA_B200", state_dtype="bfloat16") == f"decode: {FIRST}"
 
