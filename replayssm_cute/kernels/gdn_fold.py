@@ -17,7 +17,7 @@ from cutlass import Float32, const_expr
 from replayssm_cute.kernels import device, mma
 from replayssm_cute.kernels.gdn_config import FOLDED
 from replayssm_cute.kernels.gdn_gates import fma, inverse_norm
-from replayssm_cute.kernels.gdn_mma import bf16_parts, product_of_parts, split, transpose, whole
+from replayssm_cute.kernels.gdn_mma import bf16_parts, product_of_parts, split, transpose, transposed_parts, whole
 from replayssm_cute.kernels.gdn_tile import BLOCK
 
 
@@ -48,6 +48,8 @@ class Fold:
         if const_expr(self.stochastic):
             call = dice.call_of(item.slot, item.h, first)
         for c in cutlass.range_constexpr(self.chunks):
+            if const_expr(self.ring_dtype is not self.act_dtype):
+                cute.arch.sync_warp()  # one chunk after the other: the parts of several at once would not fit registers
             keys = self.ring_chunk(src, item, c)
             now = None
             if const_expr(k_now is not None):
@@ -110,8 +112,8 @@ class Fold:
                 if const_expr(BLOCK * (first + i) < self.records):
                     if j < item.records:
                         self.load_k(src, j, c, piece)
-                parts = bf16_parts(piece)
-                halves = halves + [[[transpose(part[e]) for part in parts] for e in range(self.W // 2)]]
+                parts = transposed_parts(piece)
+                halves = halves + [[[part[e] for part in parts] for e in range(self.W // 2)]]
             result = result + [[list(zip(*pair)) for pair in zip(*halves)]]
         return result
 

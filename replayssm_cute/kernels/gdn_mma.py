@@ -74,6 +74,16 @@ def bf16_parts(fragment):
     return list(zip(*[split(values[i], values[i + 1], BF16_PARTS[dtype]) for i in range(0, n, 2)]))
 
 
+def transposed_parts(fragment):
+    """8x8 matrices, a pair of columns a word (see ``transpose``), transposed: [part][pair] as ``bf16_parts``."""
+    if fragment.element_type is not cutlass.Float16:
+        return [[transpose(word) for word in part] for part in bf16_parts(fragment)]
+    turned, packed = cute.make_rmem_tensor((cute.size(fragment),), cutlass.Float16), words(fragment)
+    for i in range(cute.size(fragment) // 2):
+        words(turned)[i] = transpose(packed[i])
+    return bf16_parts(turned)
+
+
 def whole(parts):
     """The two Float32 of which ``parts`` are the packed parts; exact."""
     sums = unpack(parts[-1])

@@ -23,13 +23,13 @@ from replayssm_cute.kernels import mma
 from replayssm_cute.kernels.gdn_gates import EPSILON, exp
 from replayssm_cute.kernels.gdn_gates import inverse_norm as rsqrt
 from replayssm_cute.kernels.gdn_mma import (
-    bf16_parts,
     mma_tf32,
     pack,
     product_of_parts,
     split,
     split_tf32,
     transpose,
+    transposed_parts,
     unpack,
     words,
 )
@@ -156,7 +156,7 @@ class Window:
         result = []
         for first in range(0, self.blocks, 2):
             pair = ring[first:first + 2]
-            d = [[[transpose(word) for word in part] for part in bf16_parts(row)] for _, row in pair]
+            d = [transposed_parts(row) for _, row in pair]
             result.append((list(zip(*d)), self.scores(src, first, [k for k, _ in pair], columns, lane)))
         return result
 
