@@ -21,6 +21,7 @@ from replayssm_cute.gdn_types import GdnFoldProblem, GdnGeometry, GdnProblem
 from replayssm_cute.kernels.gdn_config import GdnConfig, heuristic, validate
 from replayssm_cute.kernels.targets import TARGETS
 from replayssm_cute.registry import tuned
+from replayssm_cute.registry.tuned_sizes import SIZES
 from tests.test_registry_tuned import Folders, Json, provenance
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -78,6 +79,13 @@ def test_files_are_canonical_and_named_for_their_heads(folders: Folders) -> None
     assert [r.key for r in tuned.load_file(path).rows] == [
         (32, 16, "bfloat16", fold, 4, 16, batch) for fold, batch in (("exact", 1), ("exact", 64), ("ring", 1))]
     assert [(r["fold"], r["batch"]) for r in json.loads(before)["rows"]] == [("exact", 1), ("exact", 64), ("ring", 1)]
+
+
+def test_the_page_has_the_names_and_fields() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "registry.md").read_text()
+    for op in ("gdn_decode", "gdn_verify"):
+        assert f"    {tuned.file_name(op, 128, 128, 'float32', 'NVIDIA_H200')}\n" in page
+        assert all(f"`{name}`" in page for name in SIZES[op].CHECKS)
 
 
 @pytest.mark.parametrize(("op", "changes", "reason"), [

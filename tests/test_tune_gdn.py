@@ -67,6 +67,15 @@ def test_every_head_ratio_has_candidates(ratio: int) -> None:
             assert len(candidates("cute", point.problem, 64, device)) > 4
 
 
+def test_kernels_of_the_same_code_are_one_candidate() -> None:
+    """CTAs only limit a register kernel's registers: where two limits leave all 255, the code is the same."""
+    for point in points(1):
+        found = [GdnConfig.from_dict(c) for c in candidates("cute", point.problem, 1, H200)]
+        limits = [(c.rows, c.tile_v, min(255, 65536 // (32 * (c.warps + c.warps % 2) * c.min_ctas)))
+                  for c in found if c.design == "register"]
+        assert len(set(limits)) == len(limits) > 3
+
+
 def test_head_sizes_that_cute_refuses_have_triton_alone() -> None:
     point = Point(GdnGeometry(2, 4, 64, 80), "float32", 16, 8, "gdn_decode")
     cute, triton = (unit(point, backend, H200) for backend in ("cute", "triton"))

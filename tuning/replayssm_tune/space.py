@@ -16,7 +16,7 @@ from replayssm_cute.gdn_types import GdnProblem
 from replayssm_cute.kernels import gdn_config as gdn_cute_config
 from replayssm_cute.kernels import mamba2_config as cute_config
 from replayssm_cute.kernels.gdn_config import GdnConfig
-from replayssm_cute.kernels.targets import for_capability
+from replayssm_cute.kernels.targets import REGISTERS_PER_SM, for_capability
 from replayssm_cute.types import Mamba2Problem
 
 # (CTAs a multiprocessor, stages) of the bulk design.
@@ -79,8 +79,19 @@ def _gdn_cute(problem: GdnProblem, batch: int, arch: Arch) -> list[dict[str, Any
         plans = [replace(c, min_ctas=ctas, stages=stages) for c in (default, turned) for ctas, stages in GDN_PLANS]
         near = (turned, *plans, *(replace(default, rows=rows, tile_v=tile, min_ctas=ctas, stages=stages)
                                   for rows, tile in GDN_TILES for ctas, stages in GDN_PLANS))
-    everything = dict.fromkeys((default, *own, *near, *ranked))
-    return [c.to_dict() for c in everything if gdn_cute_config.validate(problem, c, target)]
+    found: dict[GdnConfig, GdnConfig] = {}
+    for config in (default, *own, *near, *ranked):
+        if gdn_cute_config.validate(problem, config, target):
+            found.setdefault(_code(config), config)
+    return [c.to_dict() for c in found.values()]
+
+
+def _code(config: GdnConfig) -> GdnConfig:
+    """What the compiler sees: in the register design CTAs only limit the registers, of which a thread has 255 at most."""
+    if config.design != "register":
+        return config
+    limit = REGISTERS_PER_SM // (64 * -(-config.warps // 2) * config.min_ctas)     # the compiler counts warps in pairs
+    return replace(config, min_ctas=-min(limit, 255))
 
 
 def _gdn_triton(problem: GdnProblem, batch: int, arch: Arch) -> list[dict[str, Any]]:
