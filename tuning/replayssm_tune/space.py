@@ -87,7 +87,7 @@ def _gdn_cute(problem: GdnProblem, batch: int, arch: Arch) -> list[dict[str, Any
 
 
 def _code(config: GdnConfig) -> GdnConfig:
-    """What the compiler sees: in the register design CTAs only limit the registers, of which a thread has 255 at most."""
+    """What the compiler sees: in the register design CTAs only limit the registers, and no thread has more than 255."""
     if config.design != "register":
         return config
     limit = REGISTERS_PER_SM // (64 * -(-config.warps // 2) * config.min_ctas)     # the compiler counts warps in pairs
