@@ -59,8 +59,7 @@ def test_what_cute_refuses_is_served_by_the_next(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("problem", "reason"), [
     (replace(DECODE, geometry=GdnGeometry(2, 4, 64, 128)), "K = V = 128"),
-    (replace(DECODE, act_dtype=F32), "bf16 inputs"),
-    (replace(DECODE, ring_dtype=F32), "bf16 inputs and rings"), (replace(DECODE, row_align=8), "aligned"),
+    (replace(DECODE, act_dtype=F32), "bf16 inputs"), (replace(DECODE, row_align=8), "aligned"),
     (replace(DECODE, state_align=4), "aligned"), (replace(DECODE, buffer_len=64), "L=64"),
     (replace(DECODE, buffer_len=1), "L=1"), (FOLD, "no kernel for folds")], ids=str)
 def test_refusals_say_why(problem: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,10 +79,12 @@ def test_without_the_dsl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=lambda t: t.name)
 def test_the_heuristic_covers_what_is_taken(target: Any) -> None:
-    problems = [replace(DECODE, state_dtype=s, buffer_len=L, philox_rounds=r) for s in (F32, F16, BF16)
-                for L in (2, 5, 8, 16, 32) for r in ((0, 10) if s != F32 else (0,))]
-    problems += [verify(T, exact, state_dtype=s, buffer_len=L) for T, L in ((1, 8), (2, 16), (4, 16), (8, 32), (16, 32))
-                 for exact in (True, False) for s in (F32, F16, BF16)]
+    problems = [replace(DECODE, state_dtype=s, ring_dtype=ring, buffer_len=L, philox_rounds=r)
+                for s in (F32, F16, BF16) for ring in (F32, F16, BF16) for L in (2, 5, 8, 16, 32)
+                for r in ((0, 10) if s != F32 else (0,))]
+    problems += [verify(T, exact, state_dtype=s, ring_dtype=ring, buffer_len=L)
+                 for T, L in ((1, 8), (2, 16), (4, 16), (8, 32), (16, 32))
+                 for exact in (True, False) for s in (F32, F16, BF16) for ring in (s, BF16)]
     for problem in problems:
         for batch in (1, 2, 4, 16, 64, 512):
             config = heuristic(problem, batch, target)

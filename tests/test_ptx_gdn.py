@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,13 +76,13 @@ def test_extreme_gates(name: str) -> None:
     check_step(name, "sm_100a", case_of(name, raw_gates=EXTREME, batch=2))
 
 
-@pytest.mark.parametrize("name", ["decode-bf16", "decode-f32-reg"])
+@pytest.mark.parametrize("name", ["decode-bf16", "decode-f32-reg", "decode-f32-f32"])
 def test_decode_flushes_at_every_cursor(name: str) -> None:
     cursors = [(w, 0, True) for w in (0, 1, 2, 7, 8, 9, 14, 15)]
     check_step(name, "sm_100a", case_of(name, batch=8, cursors=cursors))
 
 
-@pytest.mark.parametrize("name", ["ring-bf16", "exact-f32"])
+@pytest.mark.parametrize("name", ["ring-bf16", "exact-f32", "exact-f32-f32"])
 def test_verify_wraps_and_windows_are_short(name: str) -> None:
     """Rings that wrap in front of, inside and behind the records; windows of 0 to T tokens, full and empty rings."""
     cursors = [(12, base, base % 2 == 0) for base in (0, 4, 5, 11, 15)] + [(0, 9, True), (8, 12, True), (3, 14, False)]
@@ -89,8 +90,8 @@ def test_verify_wraps_and_windows_are_short(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "target"), [
-    ("decode-bf16", "sm_90a"), ("decode-f32", "sm_100a"), ("decode-bf16-reg", "sm_100a"), ("exact-f32", "sm_100a"),
-    ("exact-bf16", "sm_90a")])
+    ("decode-bf16", "sm_90a"), ("decode-f32", "sm_100a"), ("decode-bf16-reg", "sm_100a"), ("decode-f32-f32", "sm_100a"),
+    ("exact-f32", "sm_100a"), ("exact-bf16", "sm_90a")])
 def test_slots_past_two_to_the_32_elements(name: str, target: str) -> None:
     """Of every pool, the gates included; what lies 2^32 elements before a slot is not mapped."""
     check_step(name, target, case_of(name, batch=2), first_slot=2 ** 32 // SPECS[name].buffer_len + 5)
@@ -103,25 +104,41 @@ def test_one_cta_works_through_many_items() -> None:
     assert SORTED_ROWS >= 64
 
 
-@pytest.mark.parametrize("name", ["decode-f32", "decode-f16", "ring-bf16", "exact-bf16"])
+@pytest.mark.parametrize("name", ["decode-f32", "decode-f16", "decode-f32-f32", "decode-f16-f16", "ring-bf16",
+                                  "exact-bf16"])
 def test_hardware_may_err_as_documented(name: str) -> None:
     """The tolerance must hold on hardware whose approximations and matrix sums are not the executor's."""
     for blur in range(2):
         check_step(name, "sm_100a", case_of(name), blur=blur, races=False)
 
 
+# ---- wide rings ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["decode-f32-f32", "decode-f16-f16"])
+@pytest.mark.parametrize("ring", ["k_cache", "d_cache"])
+def test_a_kernel_that_rounds_the_ring_to_bf16_would_be_seen(name: str, ring: str) -> None:
+    """The tolerance of a folded state and of an appended d follows from the ring's dtype."""
+    case = case_of(name, cursors=[(15, 0, True), (14, 0, False), (9, 0, True), (6, 0, False)])
+    rounded = case.clone()
+    rounded.buffers[ring] = rounded.buffers[ring].bfloat16().to(SPECS[name].ring)
+    good, bad = (step(name, "sm_90a", c, races=False) for c in (case, rounded))
+    for output in ("state", "d_cache") if ring == "k_cache" else ("state",):
+        with pytest.raises(AssertionError, match=f"{output}: error is .* times its tolerance"):
+            check(case, replace(good, buffers={**good.buffers, output: bad.buffers[output]}))
+
+
 # ---- the same bits ----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("name", "other"), [
-    ("decode-bf16", "decode-bf16-reg"), ("decode-f32", "decode-f32-reg"), ("ring-bf16", "ring-bf16-reg"),
-    ("exact-f32", "exact-f32-reg")])
+    ("decode-bf16", "decode-bf16-reg"), ("decode-f32", "decode-f32-reg"), ("decode-f32-f32", "decode-f32-f32-reg"),
+    ("ring-bf16", "ring-bf16-reg"), ("exact-f32", "exact-f32-reg")])
 def test_designs_agree_bit_for_bit(name: str, other: str) -> None:
     """The batch chooses between them, and a row's bits must not depend on the batch."""
     case = case_of(name)
     assert_same_bits(step(name, "sm_100a", case, races=False), step(other, "sm_100a", case, races=False))
 
 
-@pytest.mark.parametrize("name", ["decode-bf16", "ring-f32", "exact-f32"])
+@pytest.mark.parametrize("name", ["decode-bf16", "decode-f32-f32", "ring-f32", "exact-f32"])
 def test_targets_agree_bit_for_bit(name: str) -> None:
     """sm_90a has no packed FMA; that may not show."""
     case = case_of(name)

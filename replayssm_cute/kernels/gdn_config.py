@@ -83,8 +83,6 @@ def takes(problem: GdnProblem) -> Support:
         return Support(False, f"the kernels take K = V = {HEAD_SIZE}, not {g.head_k_dim} and {g.head_v_dim}")
     if p.act_dtype != torch.bfloat16:
         return Support(False, f"the kernels take bf16 inputs, not {p.act_dtype}")
-    if p.ring_dtype != torch.bfloat16 and p.tokens:
-        return Support(False, f"the kernels of verify steps take bf16 rings, not {p.ring_dtype}")
     if min(p.state_align, p.row_align) < 16:
         return Support(False, f"state rows are aligned to {p.state_align} bytes and input or ring rows to "
                               f"{p.row_align}, not 16")

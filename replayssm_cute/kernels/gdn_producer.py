@@ -119,9 +119,11 @@ class Producer:
 
     def item_bytes(self, facts):
         """Bytes that the copies of an item bring."""
-        slot, _, pos, _, _, _, count = facts
-        state = self.tile_v * self.K * self.state_dtype.width // 8
-        live = state + pos * (self.ring_bytes * (self.K + self.V)) + count * (4 * self.K + 2 * self.tile_v)
+        slot, _, pos, _, flush, _, count = facts
+        state, record = self.tile_v * self.K * self.state_dtype.width // 8, self.ring_bytes * (self.K + self.V)
+        if const_expr(self.exact and self.ring_dtype is not self.act_dtype):
+            record = Int32(cutlass.select_(flush != 0, Int32(2 * (self.K + self.V)), Int32(record)))
+        live = state + pos * record + count * (4 * self.K + 2 * self.tile_v)
         return Int32(cutlass.select_(slot >= 0, live, Int32(0)))
 
     @cute.jit
@@ -136,11 +138,11 @@ class Producer:
                           Int32(self.tile_v * self.K * self.state_dtype.width // 8), full, policy)
                 if const_expr(self.exact):
                     if flush != 0:
-                        self.copy_records(s, mRk, mRv, Int64(key), h, hk, base, pos, stage)
+                        self.copy_records(s.raw_k, s.raw_v, full, mRk, mRv, Int64(key), h, hk, base, pos, stage)
                     else:
-                        self.copy_records(s, mKc, mDc, Int64(key), h, hk, base, pos, stage)
+                        self.copy_records(s.k, s.d, full, mKc, mDc, Int64(key), h, hk, base, pos, stage)
                 else:
-                    self.copy_records(s, mKc, mDc, Int64(key), h, hk, base, pos, stage)
+                    self.copy_records(s.k, s.d, full, mKc, mDc, Int64(key), h, hk, base, pos, stage)
             if lane < count:
                 token = start + lane
                 bulk_load(s.z[None, lane, stage], mQ[token, hk, None], Int32(2 * self.K), full)
@@ -149,16 +151,16 @@ class Producer:
                           Int32(2 * self.tile_v), full)
 
     @cute.jit
-    def copy_records(self, s, mRingK, mRingV, key, h, hk, base, pos, stage):
+    def copy_records(self, keys, values, full, mRingK, mRingV, key, h, hk, base, pos, stage):
         """The ``pos`` records behind ``base`` in their order: what lies behind the ring's end comes from its front."""
-        full, k_bytes, d_bytes = s.full + stage, self.ring_bytes * self.K, self.ring_bytes * self.V
+        k_bytes, v_bytes = (n * keys.element_type.width // 8 for n in (self.K, self.V))
         front = pos
         if const_expr(self.spec):
             front = cutlass.min(pos, self.L - base)
         if front > 0:  # a bulk copy of no bytes is invalid
-            bulk_load(s.k[None, 0, stage], mRingK[key, hk, base, None], front * k_bytes, full)
-            bulk_load(s.d[None, 0, stage], mRingV[key, h, base, None], front * d_bytes, full)
+            bulk_load(keys[None, 0, stage], mRingK[key, hk, base, None], front * k_bytes, full)
+            bulk_load(values[None, 0, stage], mRingV[key, h, base, None], front * v_bytes, full)
         if const_expr(self.spec):
             if pos > front:
-                bulk_load(s.k[None, front, stage], mRingK[key, hk, 0, None], (pos - front) * k_bytes, full)
-                bulk_load(s.d[None, front, stage], mRingV[key, h, 0, None], (pos - front) * d_bytes, full)
+                bulk_load(keys[None, front, stage], mRingK[key, hk, 0, None], (pos - front) * k_bytes, full)
+                bulk_load(values[None, front, stage], mRingV[key, h, 0, None], (pos - front) * v_bytes, full)

@@ -109,11 +109,11 @@ class GdnStagedKernel(Order, Producer, Window, Fold, GdnTile):
             return smem.allocate_tensor(dtype, cute.make_ordered_layout(shape, tuple(range(len(shape)))),
                                         byte_alignment=align)
 
+        state = tensor(self.state_dtype, self.K, self.tile_v, ST, align=128)
+        k, d = (tensor(self.ring_dtype, n, self.records, ST, align=128) for n in (self.K, self.V))
         return SimpleNamespace(
-            state=tensor(self.state_dtype, self.K, self.tile_v, ST, align=128),
-            # The ring's k and d; of a row that is folded exactly, the raw k and v.
-            k=tensor(self.ring_dtype, self.K, self.records, ST, align=128),
-            d=tensor(self.ring_dtype, self.V, self.records, ST, align=128),
+            # The ring's k and d; in their place, of a row that is folded exactly, the raw k and v.
+            state=state, k=k, d=d, raw_k=self.raw(k), raw_v=self.raw(d),
             z=tensor(self.act_dtype, self.K, 2 * self.T, ST, align=128),     # q of all tokens, then k
             v=tensor(self.act_dtype, self.tile_v, self.T, ST, align=128),
             weight=tensor(Float32, RECORDS, ST), decay=tensor(Float32, ST),
@@ -125,6 +125,14 @@ class GdnStagedKernel(Order, Producer, Window, Fold, GdnTile):
             rows=tensor(Int32, SORTED_ROWS) if self.exact else None,
             full=smem.allocate_array(Int64, ST), empty=smem.allocate_array(Int64, ST),
             ready=smem.allocate_array(Int64, ST) if self.exact else None)
+
+    def raw(self, records):
+        """Records of the inputs' dtype in the place of some of the ring's."""
+        if not self.exact or self.ring_dtype is self.act_dtype:
+            return records
+        width, stride = cute.size(records, mode=[0]), self.ring_dtype.width // self.act_dtype.width
+        return cute.make_tensor(cute.recast_ptr(records.iterator, dtype=self.act_dtype), cute.make_layout(
+            (width, self.records, self.stages), stride=(1, width, width * self.records * stride)))
 
     # ---- consumers ----------------------------------------------------------------------------------
 
@@ -186,7 +194,7 @@ class GdnStagedKernel(Order, Producer, Window, Fold, GdnTile):
         """Fold the records into the checkpoint, in the pool and in the stage."""
         if const_expr(self.exact):
             cute.arch.mbarrier_wait(s.ready + stage, phase)
-            values = cute.local_tile(src.d, (self.tile_v, self.records), (item.tile, 0))
+            values = cute.local_tile(s.raw_v[None, None, stage], (self.tile_v, self.records), (item.tile, 0))
             self.fold_exact(src, item, mState, s.fold_k[None, None, stage], values, s.fold_decay[None, stage],
                             s.fold_beta[None, stage])
         else:
@@ -245,7 +253,7 @@ class GdnStagedKernel(Order, Producer, Window, Fold, GdnTile):
             if s.ints[SLOT, stage] >= 0:
                 if s.ints[FLUSH, stage] != 0:
                     for j in cutlass.range(s.ints[POS, stage], unroll=1):
-                        self.normalise(s.k[None, j, stage], s.fold_k[None, j, stage], lane)
+                        self.normalise(s.raw_k[None, j, stage], s.fold_k[None, j, stage], lane)
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(s.ready + stage)
