@@ -2,11 +2,13 @@
 
     python -m benchmarks.gdn_decode --out results.json [--batch 1,64] [--dtype float32,bfloat16]
                                     [--kind decode,ring,exact] [--tp 1,4] [--backend cute,triton]
+                                    [--ring-dtype bfloat16,state]
 
 Heads are those of Qwen3-Next (Hk = 16, HV = 32, K = V = 128) on one rank of ``--tp``. ``decode`` is standard decode
 with L = 16, where one row in 16 flushes a step; ``ring`` and ``exact`` verify windows of T = 4 tokens of which 3 are
 accepted, with either fold, where one row in three flushes a step, with 9 records. Cursors are precomputed: the commit
-is not timed. Every time stands beside the bytes that the algorithm must move, the bandwidth of a large copy and the
+is not timed. The rings of d and k are bf16 unless ``--ring-dtype`` says otherwise; ``state`` is the checkpoint's dtype.
+Every time stands beside the bytes that the algorithm must move, the bandwidth of a large copy and the
 time of an elementwise kernel of the same size, all measured in the same run.
 """
 
@@ -53,16 +55,18 @@ def run(args: argparse.Namespace) -> None:
     same_size = functools.cache(same_size_us)
     deadline = time.monotonic() + args.budget
     points = itertools.product(map(int, args.tp.split(",")), args.kind.split(","), args.dtype.split(","),
-                               map(int, args.batch.split(",")))
-    for tp, kind, name, batch in points:
+                               args.ring_dtype.split(","), map(int, args.batch.split(",")))
+    for tp, kind, name, ring, batch in points:
         if time.monotonic() > deadline:
             print("budget spent; the rest is not measured", file=sys.stderr)
             return
-        tokens, exact = KINDS[kind]
-        w = make_gdn_workload(QWEN3_NEXT.shard(tp), batch, getattr(torch, name), tokens=tokens, exact=exact)
+        (tokens, exact), ring = KINDS[kind], name if ring == "state" else ring
+        w = make_gdn_workload(QWEN3_NEXT.shard(tp), batch, getattr(torch, name), ring_dtype=getattr(torch, ring),
+                              tokens=tokens, exact=exact)
         nbytes = round(w.step_bytes())
-        row: dict[str, Any] = {"kind": kind, "tp": tp, "geometry": str(w.geometry), "state_dtype": name, "batch": batch,
-                               "bytes": nbytes, "same_size_us": same_size(nbytes), "backends": {}}
+        row: dict[str, Any] = {"kind": kind, "tp": tp, "geometry": str(w.geometry), "state_dtype": name,
+                               "ring_dtype": ring, "batch": batch, "bytes": nbytes,
+                               "same_size_us": same_size(nbytes), "backends": {}}
         for backend in args.backend.split(","):
             row["backends"][backend] = measured(time_backend(w, backend), nbytes, bandwidth, row["same_size_us"])
         report["rows"].append(row)
@@ -75,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def line(row: dict[str, Any]) -> str:
-    cells = [f"{row['kind']:6s} TP{row['tp']} {row['state_dtype']:8s} b{row['batch']:<4d} "
+    cells = [f"{row['kind']:6s} TP{row['tp']} {row['state_dtype']:8s} ring {row['ring_dtype']:8s} b{row['batch']:<4d} "
              f"same-size {row['same_size_us']:7.2f}"]
     cells += [f"{name} {b['us']:7.2f} us {b['copy_percent']:5.1f}% copy {b['same_size_percent']:5.1f}% size"
               if "us" in b else f"{name} {b['error']}" for name, b in row["backends"].items()]
@@ -86,6 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", default=",".join(KINDS))
     parser.add_argument("--dtype", default="float32,bfloat16")
+    parser.add_argument("--ring-dtype", default="bfloat16", help="of the d and k rings; state: the checkpoint's")
     parser.add_argument("--batch", default="1,4,16,64,256,512")
     parser.add_argument("--tp", default="1,4")
     parser.add_argument("--backend", default="cute,triton")

@@ -27,7 +27,7 @@ def reports(target: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("target", TARGETS)
 def test_resources(target: str) -> None:
     found = reports(target)
-    assert len(found) == 4
+    assert len(found) == 6
     for r in found:
         staged = r["config"]["design"] == "staged"
         assert r["STACK"] == r["LOCAL"] == count(r, "LDL") == count(r, "STL") == 0, (r["label"], "spills")

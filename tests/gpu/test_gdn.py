@@ -75,6 +75,25 @@ def test_dtypes(spec: bool, state: torch.dtype, act: torch.dtype, ring: torch.dt
                  batch=4, padded=(2,))
 
 
+@pytest.mark.parametrize("k_heads", [1, 16], ids=["register", "staged"])
+@pytest.mark.parametrize(("state", "ring"), [(F32, F32), (F16, F16), (F32, F16), (F16, F32), (BF16, F16), (BF16, F32)])
+def test_decode_with_wide_rings(state: torch.dtype, ring: torch.dtype, k_heads: int) -> None:
+    for L in (16, 32):
+        full = (L - 1, 0, True)
+        check_kernel(state=state, ring=ring, k_heads=k_heads, K=128, V=128, buffer_len=L, batch=7, padded=(4,),
+                     cursors=[full, (L - 2, 0, False), (8, 0, True), (9, 0, False), full, (0, 0, True), (1, 0, False)])
+
+
+@pytest.mark.parametrize("k_heads", [1, 16], ids=["register", "staged"])
+@pytest.mark.parametrize("exact", [False, True], ids=["ring", "exact"])
+@pytest.mark.parametrize("dtype", [F32, F16])
+def test_verify_with_wide_rings(dtype: torch.dtype, exact: bool, k_heads: int) -> None:
+    """Checkpoint and ring of one dtype; bases at which records wrap, and the raw ones behind them."""
+    check_kernel(spec=True, state=dtype, ring=dtype, exact=exact, k_heads=k_heads, K=128, V=128, buffer_len=16,
+                 tokens=4, batch=6, padded=(3,), cursors=[(12, 9, True), (12, 9, False), (5, 13, True), (0, 3, False),
+                                                          (1, 15, True), (7, 0, False)])
+
+
 @pytest.mark.parametrize("spec", [False, True], ids=["decode", "verify"])
 @pytest.mark.parametrize("options", [
     {"K": 64, "V": 80}, {"K": 80, "V": 64}, {"K": 5, "V": 7}, {"K": 256, "V": 256}, {"K": 128, "V": 96, "ratio": 3},
