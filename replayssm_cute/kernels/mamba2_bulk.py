@@ -19,7 +19,7 @@ of a flush stays in FFMA: it runs on 1 / L of the items, hidden behind the copie
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from replayssm_cute.kernels import mma, rounding
 from replayssm_cute.kernels.compat import SmemAllocator
@@ -52,7 +52,6 @@ class Mamba2BulkKernel(Scorer, Consumer, CodedConsumer, ReplayTile):
         self.input_bytes = self.act_dtype.width // 8
         self.state_bytes = self.tile_p * self.N * self.state_dtype.width // 8
         self.entries = -(-self.L // 16) * 16                       # ring rows that products take
-        self.drawn = self.N // mma.K_BLOCK * (1 if self.coded else 2)  # times that a lane draws four words for a flush
         # C must be split to be carried in fp16, where the state or its codes are; see ``Scorer.split_c``.
         self.c_parts = 2 if self.coded or self.state_dtype is cutlass.Float16 else 1
 
@@ -93,8 +92,6 @@ class Mamba2BulkKernel(Scorer, Consumer, CodedConsumer, ReplayTile):
         dice = self.throw_dice(mSeed)
         s = self.allocate()
         if tid == 0:
-            if const_expr(self.stochastic):
-                cute.arch.mbarrier_init(s.known, 1)
             for i in cutlass.range_constexpr(self.stages):
                 cute.arch.mbarrier_init(s.window + i, 1)
                 cute.arch.mbarrier_init(s.full + i, 1)
@@ -105,13 +102,14 @@ class Mamba2BulkKernel(Scorer, Consumer, CodedConsumer, ReplayTile):
         if const_expr(self.stochastic):
             if tid == 0:
                 rounding.advance(mSeed, step)
+        # As branches of one another: what only one role needs must not live through the others' code.
         if warp < self.warps:
             self.consume(s, mState, mScale, mD, mZ, mOut, dice, count, tid % 32, warp)
-        if warp == self.warps + 1:
-            self.score(s, mXc, mDtc, mBc, count, tid % 32)
-        if warp == self.warps:
+        elif warp == self.warps:
             self.produce(s, sources, mState, mScale, mX, mB, mC, mXc, mDtc, mBc, null_block_id, items, first, step,
                          count, item, facts, tid % 32)
+        else:
+            self.score(s, mXc, mDtc, mBc, count, tid % 32)
 
     def allocate(self):
         """Shared memory: the stages with what the scorer adds to them, and the barriers."""
@@ -142,9 +140,6 @@ class Mamba2BulkKernel(Scorer, Consumer, CodedConsumer, ReplayTile):
             full = smem.allocate_array(Int64, ST)                 # the state has
             scored = smem.allocate_array(Int64, ST)
             empty = smem.allocate_array(Int64, ST)
-            # The random words of an item, by the consumers for themselves: a lane reads what it has written.
-            words = tensor(Uint32, 4, 32, self.drawn, self.warps) if self.stochastic else None
-            known = smem.allocate_array(Int64, 1) if self.stochastic else None  # the facts of a block of items
 
         return Shared
 
@@ -207,10 +202,6 @@ class Mamba2BulkKernel(Scorer, Consumer, CodedConsumer, ReplayTile):
         for k in cutlass.range(count, unroll=1):
             if k % 32 == 0:  # a new block: its facts have arrived, the next block's set out
                 slots, cursors = self.store_facts(s, facts, null_block_id, item, (k + lane) % FACTS)
-                if const_expr(self.stochastic):
-                    cute.arch.sync_warp()
-                    if lane == 0:
-                        cute.arch.mbarrier_arrive(s.known)
                 item = cutlass.min(first + (k + 32 + lane) * step, items - 1)
                 facts = self.load_facts(*sources, item)
             slot = cute.arch.shuffle_sync(slots, k % 32)

@@ -17,7 +17,7 @@ class CodedConsumer:
     """Mixin of the bulk kernel; see ``Consumer.flush`` for how columns are dealt to lanes."""
 
     @cute.jit
-    def flush_codes(self, s, mState, mScale, stage, m, pos, lane, warp):
+    def flush_codes(self, s, mState, mScale, dice, stage, m, pos, lane, warp):
         """Fold the window into the checkpoint; (y, row of the warp, this lane holds it)."""
         g, q = lane // 4, lane % 4
         row = warp * WARP_ROWS + g
@@ -37,7 +37,7 @@ class CodedConsumer:
         gState = cute.recast_tensor(mState[slot, head, None, None], cutlass.Int8)
         for c in cutlass.range(self.N // mma.K_BLOCK, unroll=1):
             new = self.new_values(s, stage, window, c, row, lane)
-            words = self.drawn_words(s, c, lane, warp)
+            words = self.words_of_block(dice, slot, head, first + row, c, q)
             for half in cutlass.range_constexpr(2):
                 _, reciprocal, mask = scales[half]
                 at = c * (mma.K_BLOCK // mma.CHUNK) + q
@@ -75,14 +75,16 @@ class CodedConsumer:
             largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, stride))
         return codes.row_scale(largest, LARGEST_CODE[self.problem.state_dtype])
 
-    def draw_codes(self, dice, call, c, lane):
-        """Two random words for the lane's eight columns of block c in row g, and two in row g + 8.
+    def words_of_block(self, dice, slot, head, row, c, q):
+        """Two random words for the lane's eight columns of block c in ``row``, and two in ``row`` + 8; or None.
 
         A call serves 16 neighbours, those of lanes q and q ^ 1: the even lane makes the call of the first
         row, the odd one that of the second, and they swap halves.
         """
-        odd, q = lane % 2, lane % 4
-        words = dice.words(call + Uint64(odd * (self.N // 2) + 2 * c + q // 2))  # N / 2 calls: eight rows of N / 16
+        if not self.stochastic:
+            return None
+        odd = q % 2
+        words = dice.words(dice.call_of(slot, head, row + 8 * odd) + Uint64(2 * c + q // 2))
         own = [Uint32(cutlass.select_(odd == 1, words[2 + i], words[i])) for i in range(2)]
         given = [Uint32(cutlass.select_(odd == 1, words[i], words[2 + i])) for i in range(2)]
         taken = [cute.arch.shuffle_sync_bfly(w, 1) for w in given]

@@ -72,8 +72,7 @@ def smem_bytes(problem: Mamba2Problem, config: Mamba2Config) -> int:
     state = config.tile_p * (g.dstate * problem.state_dtype.itemsize + 4)
     window = (g.headdim + g.dstate + 8) * entries * act + 4 * L + g.dstate * act
     scores = 2 * (g.dstate + 32) * 2 + entries * (3 * act + 4)
-    words = config.tile_p * g.dstate * problem.state_dtype.itemsize if problem.philox_rounds else 0
-    return config.stages * (state + window + scores + 96) + words + 4096
+    return config.stages * (state + window + scores + 96) + 4096
 
 
 def validate(problem: Mamba2Problem, config: Mamba2Config, target: Target) -> Support:

@@ -8,7 +8,7 @@ fp32 afterwards, so that it is rounded once.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from replayssm_cute.kernels import device, mma
 from replayssm_cute.kernels.mamba2_stage import C_SCALE, DECAY, FACTS, FLUSH, HEAD, POS, ROW, SLOT, TILE, WARP_ROWS, D
@@ -22,11 +22,6 @@ class Consumer:
     def consume(self, s, mState, mScale, mD, mZ, mOut, dice, count, lane, warp):
         for k in cutlass.range(count, unroll=1):
             stage, phase, m = k % self.stages, (k // self.stages) & 1, k % FACTS
-            if const_expr(self.stochastic):
-                if k % 32 == 0:
-                    cute.arch.mbarrier_wait(s.known, (k // 32) & 1)
-                if s.ints[SLOT, m] >= 0 and s.ints[FLUSH, m] != 0:
-                    self.draw_ahead(s, dice, m, lane, warp)
             cute.arch.mbarrier_wait(s.window + stage, phase)
             cute.arch.mbarrier_wait(s.full + stage, phase)
             if s.ints[SLOT, m] >= 0:
@@ -40,9 +35,9 @@ class Consumer:
                 else:
                     cute.arch.mbarrier_wait(s.scored + stage, phase)
                     if const_expr(self.coded):
-                        y, row, mine = self.flush_codes(s, mState, mScale, stage, m, pos, lane, warp)
+                        y, row, mine = self.flush_codes(s, mState, mScale, dice, stage, m, pos, lane, warp)
                     else:
-                        y, row, mine = self.flush(s, mState, stage, m, pos, lane, warp)
+                        y, row, mine = self.flush(s, mState, dice, stage, m, pos, lane, warp)
                 if mine:
                     self.store_output(s, mD, mZ, mOut, stage, m, pos, y, warp * WARP_ROWS + row)
             cute.arch.sync_warp()  # the whole warp has read its part of the stage
@@ -140,36 +135,7 @@ class Consumer:
     # ---- flush ------------------------------------------------------------------------------------
 
     @cute.jit
-    def draw_ahead(self, s, dice, m, lane, warp):
-        """The random words of an item that flushes, for this lane, while the item's copies are under way."""
-        row = s.ints[TILE, m] * self.tile_p + warp * WARP_ROWS + lane // 4
-        call = dice.call_of(Int64(s.ints[SLOT, m]), s.ints[HEAD, m], row)
-        for i in cutlass.range(self.drawn, unroll=1):
-            words = self.draw(dice, call, i, lane)
-            out = cute.make_rmem_tensor((4,), Uint32)
-            for n in cutlass.range_constexpr(4):
-                out[n] = words[n]
-            cute.autovec_copy(out, s.words[None, lane, i, warp])
-
-    def draw(self, dice, call, i, lane):
-        """Words for the lane's eight columns of block i // 2 in row g, or for odd i in row g + 8.
-
-        Of an 8-bit checkpoint: two for those of block i in either row.
-        """
-        if self.coded:
-            return self.draw_codes(dice, call, i, lane)
-        return dice.words(call + Uint64(i % 2 * self.N + i // 2 * (mma.K_BLOCK // mma.CHUNK) + lane % 4))
-
-    def drawn_words(self, s, i, lane, warp):
-        """What ``draw_ahead`` drew at its i-th turn; None where the checkpoint is rounded to nearest."""
-        if not self.stochastic:
-            return None
-        words = cute.make_rmem_tensor((4,), Uint32)
-        cute.autovec_copy(s.words[None, lane, i, warp], words)
-        return [words[n] for n in range(4)]
-
-    @cute.jit
-    def flush(self, s, mState, stage, m, pos, lane, warp):
+    def flush(self, s, mState, dice, stage, m, pos, lane, warp):
         """Fold the window into the checkpoint; (y, row of the warp, this lane holds it).
 
         A block of 32 columns is four products wide. Column 2q + e of product t is column
@@ -179,23 +145,38 @@ class Consumer:
         g, q = lane // 4, lane % 4
         row = warp * WARP_ROWS + g
         slot, head = Int64(s.ints[SLOT, m]), s.ints[HEAD, m]
+        call = 0
+        if const_expr(self.stochastic):
+            call = dice.call_of(slot, head, s.ints[TILE, m] * self.tile_p + row)
         gState = cute.local_tile(mState[slot, head, None, None], (self.tile_p, self.N), (s.ints[TILE, m], 0))
         blocks = [self.scaled_x(s, stage, m, t, pos, lane, warp) for t in range(self.entries // 16)]
         decay = s.scales[DECAY, stage]
         dots = cute.make_rmem_tensor((2,), Float32)
         dots.fill(0.0)
         for c in cutlass.range(self.N // mma.K_BLOCK, unroll=1):  # unrolled, it spills at P = 80
+            early = [self.random_words(dice, call, half, c, q, True) for half in range(2)]
             delta = self.window_product(s, stage, blocks, c, lane)
             at = c * (mma.K_BLOCK // mma.CHUNK) + q
             C = self.eight(s.C[None, stage], at, self.act_dtype)
             for half in cutlass.range_constexpr(2):
                 old = self.eight(s.state[None, row + 8 * half, stage], at, self.state_dtype)
                 new = [old[4 * e + t] * decay + delta[t][2 * half + e] for e in range(2) for t in range(4)]
-                words = self.drawn_words(s, 2 * c + half, lane, warp)
+                words = early[half]
+                if const_expr(not self.hardware_rounding):
+                    words = self.random_words(dice, call, half, c, q, False)
                 cute.autovec_copy(self.rounded(new, words), cute.local_tile(gState[row + 8 * half, None], (8,), (at,)))
                 dots[half] = dots[half] + device.dot(new, C, self.packed)
         sums, offset, owner = device.reduce_scatter([dots[0], dots[1]], q, (1, 2))
         return sums[0], g + 8 * offset, owner
+
+    def random_words(self, dice, call, half, c, q, early):
+        """Four words for the lane's eight columns of block c; None where it rounds to nearest, or at the other time.
+
+        Drawn before the products they fit the registers of 10.x; behind them is how they were timed on 9.0.
+        """
+        if not self.stochastic or early != self.hardware_rounding:
+            return None
+        return dice.words(call + half * self.N + (c * (mma.K_BLOCK // mma.CHUNK) + q))    # N calls: eight rows of N / 8
 
     def scaled_x(self, s, stage, m, t, pos, lane, warp):
         """(s_j x_j)^T of a block of 16 entries for the warp's rows, in bf16 parts."""

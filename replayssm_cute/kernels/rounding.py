@@ -78,9 +78,9 @@ def round_eight(values, words, dtype, hardware):
                 f"cvt.rs.satfinite.{kind}.f32 " "{$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32],
                 read_only_args=[high, low, words[i]])
         elif dtype is Float16:
-            packed[i] = cute.arch.inline_ptx(
-                "cvt.rz.satfinite.f16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32],
-                read_only_args=[raised(high, words[i] >> 16), raised(low, words[i])])
+            low, high = raised(low, words[i]), raised(high, words[i] >> 16)
+            packed[i] = cute.arch.inline_ptx("cvt.rz.satfinite.f16x2.f32 {$w0}, {$r0}, {$r1};",
+                                             write_only_types=[Uint32], read_only_args=[high, low])
         else:
             packed[i] = to_bf16(low, words[i]) >> 16 | to_bf16(high, words[i] >> 16) & Uint32(0xFFFF0000)
     return out
@@ -111,10 +111,11 @@ def to_bf16(value, word):
 def advance(mSeed, ctas):
     """Count this CTA's arrival; the last of ``ctas`` moves the step on, for the next launch.
 
-    One thread calls it after all threads of its CTA have read the step.
+    One thread calls it after all threads of its CTA have read the step, and a barrier. Relaxed: what was read is in
+    registers, where no later write reaches it.
     """
     arrivals = cute.recast_tensor(mSeed, Int32)
-    before = cute.arch.atomic_add(arrivals.iterator + 2 * ARRIVALS, Int32(1), sem="acq_rel", scope="gpu")
+    before = cute.arch.atomic_add(arrivals.iterator + 2 * ARRIVALS, Int32(1), sem="relaxed", scope="gpu")
     if before == ctas - 1:
         mSeed[ARRIVALS] = Int64(0)
         mSeed[STEP] = mSeed[STEP] + Int64(1)

@@ -123,7 +123,7 @@ def _vector(b: Builder, operand: Operand, count: int) -> tuple[str, ...]:
 def atom(b: Builder, ins: Instruction) -> Run:
     """Lanes take effect one after the other."""
     match ins.modifiers:
-        case ("global", "acq_rel" | "relaxed", "add", "u32"):
+        case ("global", "add", "u32") | ("global", "acq_rel" | "relaxed", "add", "u32"):
             pass
         case _:
             raise ins.unknown()
