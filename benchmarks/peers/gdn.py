@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.peers.kernel import OURS, Bound, Kernel
 from replayssm_cute.gdn_cursors import GdnCursors
-from replayssm_cute.gdn_layout import committed_records, gdn_ring_shapes, ring_dtypes
+from replayssm_cute.gdn_layout import RAW_NAMES, committed_records, gdn_ring_shapes, ring_dtypes
 from replayssm_cute.reference.gdn import recurrent_step
 from replayssm_tune.gdn_workload import GdnWorkload
 
@@ -91,14 +92,15 @@ def _cursors(w: GdnWorkload) -> tuple[GdnCursors, Tensor]:
     return cursors, torch.arange(w.batch, dtype=torch.int32, device=device)
 
 
-def our_verify(w: GdnWorkload, function: Function, commit_cursors: Function, **options: Any) -> Bound:
-    """Ours: the rows that are due fold in the verify step, exactly, from the raw inputs in the ring."""
-    rings, (cursors, rows) = empty_rings(w, w.inputs["v"].dtype, raw=True), _cursors(w)
+def our_verify(w: GdnWorkload, function: Function, commit_cursors: Function, exact: bool = True,
+               **options: Any) -> Bound:
+    """Ours: the rows that are due fold in the verify step, exactly, from the raw inputs in the ring, or its records."""
+    rings, (cursors, rows) = empty_rings(w, w.inputs["v"].dtype, raw=exact), _cursors(w)
     named, accepted = _verify_arguments(w, cursors, rows), torch.full_like(rows, w.accepted)
 
     def step(at: int, layer: int) -> Tensor:
-        function(checkpoint_state=w.pool.state[layer], **{name: ring[layer] for name, ring in rings.items()}, **named,
-                 **options)
+        held = dict.fromkeys(RAW_NAMES) | {name: ring[layer] for name, ring in rings.items()}
+        function(checkpoint_state=w.pool.state[layer], **held, **named, **options)
         return w.inputs["out"]
 
     def commit() -> None:
@@ -176,8 +178,10 @@ DECODE_KERNELS = (
     Kernel("flashinfer per-step", "flashinfer", ("flashinfer.gdn_decode:gated_delta_rule_decode_pretranspose",), False,
            flashinfer_step),
 )
+_OUR_VERIFY = (f"replayssm_cute.gdn:{_SPEC}", f"replayssm_cute.gdn_cursors:{_COMMIT}")
 VERIFY_KERNELS = (
-    Kernel("ours", OURS, (f"replayssm_cute.gdn:{_SPEC}", f"replayssm_cute.gdn_cursors:{_COMMIT}"), True, our_verify),
+    Kernel("ours", OURS, _OUR_VERIFY, True, our_verify),
+    Kernel("ours, ring fold", OURS, _OUR_VERIFY, True, functools.partial(our_verify, exact=False)),
     Kernel("sglang replay", "sglang", tuple(f"{_SGLANG}.linear.{_SPEC}:{name}" for name in (
         _SPEC, _COMMIT, "commit_gdn_replayssm_circular")), True, sglang_verify),
     Kernel("flashinfer replay", "flashinfer", (
