@@ -89,9 +89,10 @@ def cost_table(report: dict[str, Any]) -> str:
     lines = [heading(report["provenance"]), "", f"| layer | state | batch | {' | '.join(heads)} |",
              "|---" * (3 + len(heads)) + "|"]
     for key in sorted({point(row) for row in wide if row["philox_rounds"]}):
-        added = [100 * (held[(*key, r)]["backends"][name]["us"] / base[key]["backends"][name]["us"] - 1)
+        times = [(held[(*key, r)]["backends"].get(name), base[key]["backends"].get(name))
                  for name in ("cute", "triton") for r in rounds]
-        lines.append(f"| {' | '.join(map(str, key))} | {' | '.join(f'{a:+.1f}%' for a in added)} |")
+        added = [f"{100 * (b['us'] / a['us'] - 1):+.1f}%" if a and b else "not timed" for b, a in times]
+        lines.append(f"| {' | '.join(map(str, key))} | {' | '.join(added)} |")
     return "\n".join(lines)
 
 
