@@ -31,7 +31,6 @@ from replayssm_cute.layout import mamba2_step_bytes
 from replayssm_cute.mamba2 import selective_state_update_replayssm_output_only
 from replayssm_tune.cli import merge_row, parse_geometry
 from replayssm_tune.measure import registry_row, time_per_step, time_replay
-from replayssm_tune.space import candidates
 from replayssm_tune.timing import copy_bandwidth, provenance, same_size_us
 from replayssm_tune.workload import Workload, make_workload
 
@@ -45,8 +44,9 @@ def time_backend(w: Workload, backend: str) -> dict[str, Any]:
     chosen = next(c for c in dispatch.candidates(problem, w.batch, arch) if c.backend == backend)
     if not chosen.support:
         return {"error": chosen.support.reason}
-    config = chosen.config or candidates(backend, problem, w.batch, arch)[0]
-    launch = dispatch.backend_module(backend).prepare(problem, arch, w.batch, config)
+    module = dispatch.backend_module(backend)
+    config = module.choose(problem, arch, w.batch, chosen.config).to_dict()
+    launch = module.prepare(problem, arch, w.batch, config)
     return {**time_replay(w, launch), "config": config}
 
 

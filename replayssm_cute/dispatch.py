@@ -23,6 +23,7 @@ from replayssm_cute import arch as archs
 from replayssm_cute.arch import Arch
 from replayssm_cute.errors import ArgumentError, ReplayError, UnsupportedError
 from replayssm_cute.gdn_types import GdnProblem
+from replayssm_cute.launch_config import LaunchConfig
 from replayssm_cute.registry import tuned
 from replayssm_cute.types import Mamba2Problem, Support
 
@@ -42,6 +43,10 @@ class Backend(Protocol):
     SELF_CHECKING: bool
 
     def supports(self, problem: Mamba2Problem, arch: Arch) -> Support: ...
+
+    #: What it would launch: a row's config where that is valid for this very problem, else its own choice. PyTorch,
+    #: which no row names, lacks it.
+    def choose(self, problem: Mamba2Problem, arch: Arch, batch: int, config: dict[str, Any] | None) -> LaunchConfig: ...
 
     #: Whether its stochastic rounding, where the problem asks for it, is an instruction of the device.
     def rounds_in_hardware(self, problem: Mamba2Problem | GdnProblem, arch: Arch) -> bool: ...
@@ -74,10 +79,22 @@ def candidates(problem: Mamba2Problem, batch: int, arch: Arch) -> tuple[Candidat
     row = tuned.lookup(OP, problem, batch, arch)
     found = []
     for backend, why in preference(tuned.fastest(OP, problem, arch), arch):
-        entry = row.backends.get(backend) if row else None
-        found.append(Candidate(backend, backend_module(backend).supports(problem, arch),
-                               entry.config if entry else None, why, row.describe() if row and entry else ""))
+        module = backend_module(backend)
+        support, entry = module.supports(problem, arch), row.backends.get(backend) if row else None
+        if row and entry and support and _takes(module, problem, arch, batch, entry.config):
+            found.append(Candidate(backend, support, entry.config, why, row.describe()))
+        else:
+            found.append(Candidate(backend, support, None, why))
     return tuple(found)
+
+
+def _takes(module: Backend, problem: Mamba2Problem, arch: Arch, batch: int, config: dict[str, Any]) -> bool:
+    """Whether a backend would launch a row's config for this very problem, of which a row knows less."""
+    try:
+        return config.items() <= module.choose(problem, arch, batch, config).to_dict().items()
+    except ArgumentError as error:
+        warn_once(f"a tuned row is not for these kernels, their own choice serves: {error}")
+        return False
 
 
 def preference(measured: tuple[str, str] | None, arch: Arch,

@@ -34,6 +34,7 @@ class Fake:
         self.fail_call: set[str] = set()
         self.configs: dict[str, Any] = {}
         self.calls: list[str] = []
+        self.other_choice: set[str] = set()      # backends for which no row's config is valid
 
     def module(self, name: str) -> SimpleNamespace:
         if name not in dispatch.BACKENDS:
@@ -50,7 +51,10 @@ class Fake:
                 self.calls.append(name)
             return call
 
-        return SimpleNamespace(SELF_CHECKING=name == "cute", prepare=prepare,
+        def choose(problem: Mamba2Problem, arch: Arch, batch: int, config: Any) -> SimpleNamespace:
+            return SimpleNamespace(to_dict=lambda: {"own": 1} if name in self.other_choice else config)
+
+        return SimpleNamespace(SELF_CHECKING=name == "cute", prepare=prepare, choose=choose,
                                supports=lambda problem, arch: self.support.get(name, SUPPORTED))
 
 
@@ -95,6 +99,11 @@ def test_hopper_takes_what_was_measured_as_faster(fake: Fake, monkeypatch: pytes
     assert fake.configs[first] == entries[first].config, "the tuned config reaches the backend"
     chosen = next(line for line in dispatch.explain(PROBLEM, 64, "cpu").splitlines() if line.startswith("->"))
     assert first in chosen and "a row" in chosen and "in its words" in chosen
+    fake.other_choice.add(first)
+    dispatch.candidates.cache_clear()
+    dispatch.prepare(PROBLEM, 64, on(monkeypatch, gpu(9, 0)))
+    assert fake.configs[first] is None, "a row whose config is not valid for this problem"
+    assert "in its words" not in next(x for x in dispatch.explain(PROBLEM, 64, "cpu").splitlines() if x[:2] == "->")
 
 
 def test_automatic_choice_falls_through_with_one_warning(fake: Fake, monkeypatch: pytest.MonkeyPatch,

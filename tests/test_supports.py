@@ -52,9 +52,12 @@ def no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     forget()
 
 
+CONFIGS = {"cute": {"design": "bulk", "tile_p": 64, "threads": 128}, "triton": {}}
+
+
 def write_row(folder: Path, device: str = "NVIDIA_H200", nheads: int = 64, ngroups: int = 8,
               buffer_len: int = 16, state_dtype: str = "float32", predicted: bool = False, **backends: float) -> None:
-    entries = {name: {"config": {}, "us": us, "runner_up": None} for name, us in backends.items()}
+    entries = {name: {"config": CONFIGS[name], "us": us, "runner_up": None} for name, us in backends.items()}
     tuned.write_rows(
         folder / tuned.file_name(dispatch.OP, 64, 128, state_dtype, device),
         {"device": device, "capability": "10.0" if "B200" in device else "9.0", "sms": 132, "torch": "2.13.0",

@@ -257,10 +257,10 @@ def test_a_row_takes_the_register_limit_that_stochastic_rounding_needs() -> None
     nearest, hopper = problem_of(64, 128, F16), Arch("cuda", (9, 0), "H200")
     stochastic = replace(nearest, philox_rounds=10)
     row = replace(default_config(nearest), max_registers=0)
-    assert backend._choose(nearest, hopper, row.to_dict()) == row
-    assert backend._choose(stochastic, hopper, row.to_dict()) == replace(row, max_registers=168)
+    assert backend.choose(nearest, hopper, 64, row.to_dict()) == row
+    assert backend.choose(stochastic, hopper, 64, row.to_dict()) == replace(row, max_registers=168)
     other = replace(row, num_warps=4)
-    assert backend._choose(stochastic, hopper, other.to_dict()) == other
+    assert backend.choose(stochastic, hopper, 64, other.to_dict()) == other
 
 
 def test_backend_says_what_it_cannot_serve() -> None:

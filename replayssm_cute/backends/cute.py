@@ -12,7 +12,7 @@ import torch
 from replayssm_cute.arch import Arch
 from replayssm_cute.gdn_types import GdnProblem
 from replayssm_cute.kernels.mamba2_config import Mamba2Config, default_config, ranked, validate
-from replayssm_cute.kernels.targets import Target, for_capability
+from replayssm_cute.kernels.targets import for_capability
 from replayssm_cute.types import SUPPORTED, Mamba2Problem, Support
 
 SELF_CHECKING = True
@@ -50,12 +50,17 @@ def prepare(problem: Mamba2Problem, arch: Arch, batch: int,
 
     target = for_capability(arch.capability)
     assert target is not None, "supports() was asked first"
-    return compile_mamba2(problem, _choose(problem, batch, target, config), target.name, arch.sms)
+    return compile_mamba2(problem, choose(problem, arch, batch, config), target.name, arch.sms)
 
 
-def _choose(problem: Mamba2Problem, batch: int, target: Target,
-            config: dict[str, Any] | None) -> Mamba2Config:
-    """The tuned choice where it is valid for this very problem, else the heuristic."""
+def choose(problem: Mamba2Problem, arch: Arch, batch: int, config: dict[str, Any] | None) -> Mamba2Config:
+    """The tuned choice where it is valid for this very problem, else the heuristic.
+
+    Raises:
+        ArgumentError: ``config`` is none of this kernel's.
+    """
+    target = for_capability(arch.capability)
+    assert target is not None, "supports() was asked first"
     if config is not None:
         tuned = Mamba2Config.from_dict(config)
         if validate(problem, tuned, target):

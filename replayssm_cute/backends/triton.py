@@ -63,14 +63,17 @@ def prepare(problem: Mamba2Problem, arch: Arch, batch: int,
             config: dict[str, Any] | None) -> Callable[..., object]:
     from fallback_triton.mamba2 import compile_replay_step
 
-    return compile_replay_step(problem, _choose(problem, arch, config))
+    return compile_replay_step(problem, choose(problem, arch, batch, config))
 
 
-def _choose(problem: Mamba2Problem, arch: Arch, config: dict[str, Any] | None) -> Mamba2TritonConfig:
+def choose(problem: Mamba2Problem, arch: Arch, batch: int, config: dict[str, Any] | None) -> Mamba2TritonConfig:
     """The tuned choice where it is valid for this very problem, else the heuristic.
 
     Rows are measured without stochastic rounding, which takes more registers: where the heuristic limits them for the
     same program, it does so for the row, too.
+
+    Raises:
+        ArgumentError: ``config`` is none of this kernel's.
     """
     default = default_config(problem, warp_size(arch))
     if config is not None:
