@@ -27,7 +27,7 @@ from fallback_triton.gdn_device import (
 )
 from fallback_triton.launch import compile_kernel, compile_options, kernel
 from fallback_triton.mamba2_config import next_power_of_two
-from fallback_triton.rounding import arrive, leave, load_dice, random_bits, round_stochastic
+from fallback_triton.rounding import count, load_dice, random_bits, round_stochastic
 from replayssm_cute.gdn_types import GdnProblem
 
 
@@ -47,6 +47,20 @@ def fold_and_store(state, S, d_cache, k_cache, g_cache, v, w, decay, g, d, k_now
         store_tile(state, rounded, v, v < V, k, K, K)
 
 
+@triton.jit
+def folding_rows(write_pos_ptr, force_ptr, indices_ptr, null_block_id, rows, L: tl.constexpr, BLOCK: tl.constexpr):
+    """How many of the batch's rows fold; padded ones do not."""
+    found = tl.zeros((BLOCK,), tl.int32)
+    for start in tl.range(0, rows, BLOCK, num_stages=1):
+        row = start + tl.arange(0, BLOCK)
+        slot = tl.load(indices_ptr + row, mask=row < rows, other=-1).to(tl.int64)
+        folds = tl.load(write_pos_ptr + row, mask=row < rows, other=0) == L - 1
+        if force_ptr is not None:
+            folds = folds | (tl.load(force_ptr + row, mask=row < rows, other=0) != 0)
+        found += tl.where((slot >= 0) & (slot != null_block_id) & folds, 1, 0)
+    return tl.sum(found)
+
+
 @kernel
 def decode_kernel(
     state_ptr, q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, d_cache_ptr, k_cache_ptr, g_cache_ptr,
@@ -57,9 +71,19 @@ def decode_kernel(
     L2NORM: tl.constexpr, STATE_ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_L: tl.constexpr, STATE_K: tl.constexpr, RING_K: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
 ):
-    """One decode step; program = (batch row, value head, tile of V). Shapes as in ``replayssm_cute.gdn``."""
+    """One decode step; program = (batch row, value head, tile of V). Shapes as in ``replayssm_cute.gdn``.
+
+    With random numbers one more program, the first, says how many programs will draw; see ``rounding.count``.
+    """
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     program = tl.program_id(0)
+    if PHILOX_ROUNDS > 0:
+        if program == 0:
+            rows = (tl.num_programs(0) - 1) // (HV * TILES)
+            drawing = folding_rows(write_pos_ptr, force_ptr, indices_ptr, null_block_id, rows, L, 256)
+            count(seed_ptr, -(drawing * (HV * TILES)).to(tl.int64))
+            return
+        program -= 1
     row = (program // (HV * TILES)).to(tl.int64)
     head = program // TILES % HV
     tile = program % TILES
@@ -80,13 +104,8 @@ def decode_kernel(
     q_state, k_state = load_vector(q_at, K, STATE_K), load_vector(k_at, K, STATE_K)
     v_now = tl.load(v_ptr + row * v_row + head * V + v, mask=inside, other=0.0).to(tl.float32)
     out = out_ptr + row * out_row + head * V + v
-    dice = ()
-    if PHILOX_ROUNDS > 0:
-        dice = load_dice(seed_ptr, head, HV)
     tl.debug_barrier()
     if (slot == null_block_id) | (slot < 0):
-        if PHILOX_ROUNDS > 0:
-            leave(seed_ptr, arrive(seed_ptr))
         tl.store(out, tl.zeros((BLOCK_V,), out_ptr.dtype.element_ty), mask=inside)
         return
 
@@ -101,8 +120,6 @@ def decode_kernel(
     S = load_tiles(state, v, inside, K, K, STATE_K)
     tl.debug_barrier()
 
-    if PHILOX_ROUNDS > 0:
-        arrived = arrive(seed_ptr)  # while the loads are under way
     g, beta = gates(a, b, A_log, dt_bias)
     step = tl.exp(g)
     q_norm, k_norm = inverse_norm(dot(q_ring, q_ring), L2NORM) * SCALE, inverse_norm(dot(k_ring, k_ring), L2NORM)
@@ -114,16 +131,19 @@ def decode_kernel(
     o = before_q * (step * q_norm) + d * (dot(q_ring, k_ring) * q_norm * k_norm)
     tl.store(out, o.to(out_ptr.dtype.element_ty), mask=inside)
     if flush:
+        dice = ()
+        if PHILOX_ROUNDS > 0:
+            dice = load_dice(seed_ptr, head, HV)
         fold_and_store(state, S, d_cache, k_cache, g_cache, v, w, decay * step, g, d, k_state, k_norm, dice, slot, K, V,
                        L, STATE_K, PHILOX_ROUNDS)
+        if PHILOX_ROUNDS > 0:
+            count(seed_ptr, 1)
     else:
         tl.store(d_cache + w * V + v, d.to(d_cache_ptr.dtype.element_ty), mask=inside)
         if tile == 0:
             tl.store(g_cache + w, g)
             if head % RATIO == 0:
                 store_vector(k_cache + w * K, scaled(k_ring, k_norm), K, RING_K)
-    if PHILOX_ROUNDS > 0:
-        leave(seed_ptr, arrived)
 
 
 def decode_arguments(problem: GdnProblem) -> list[torch.dtype | int | None]:
@@ -150,12 +170,12 @@ def compile_decode(problem: GdnProblem, config: GdnTritonConfig) -> Callable[...
     """
     launch = compile_kernel(decode_kernel, decode_arguments(problem), decode_constants(problem, config),
                             compile_options(config.num_warps, config.max_registers))
-    programs = problem.geometry.num_v_heads * config.tiles(problem.geometry.head_v_dim)
+    programs, more = problem.geometry.num_v_heads * config.tiles(problem.geometry.head_v_dim), problem.philox_rounds > 0
 
     def decode(state: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor,
                d_cache: Tensor, k_cache: Tensor, g_cache: Tensor, write_pos: Tensor, force_flush: Tensor | None,
                ssm_state_indices: Tensor, null_block_id: int, out: Tensor, rand_seed: Tensor | None = None) -> Tensor:
-        launch(v.shape[0] * programs, state, q, k, v, a, b, A_log, dt_bias, d_cache, k_cache, g_cache, write_pos,
+        launch(v.shape[0] * programs + more, state, q, k, v, a, b, A_log, dt_bias, d_cache, k_cache, g_cache, write_pos,
                force_flush, ssm_state_indices, out, rand_seed, null_block_id, state.stride(0), q.stride(0), k.stride(0),
                v.stride(0), a.stride(0), b.stride(0), d_cache.stride(0), k_cache.stride(0), g_cache.stride(0),
                out.stride(0))

@@ -241,17 +241,3 @@ def count(seed_ptr, n):
     tl.debug_barrier()  # the other threads have drawn, too: what they stored depends on the step that they read
     if tl.atomic_add(seed_ptr + ARRIVALS, n, sem="relaxed") == -n:
         tl.atomic_add(seed_ptr + STEP, 1, sem="relaxed")
-
-
-@triton.jit
-def arrive(seed_ptr):
-    """Count this program, which has loaded its dice; returns how many came before. See ``count`` for what it costs."""
-    return tl.atomic_add(seed_ptr + ARRIVALS, 1)
-
-
-@triton.jit
-def leave(seed_ptr, before):
-    """The last program of a launch to arrive moves the step on, for the next launch."""
-    if before == tl.num_programs(0) - 1:
-        tl.store(seed_ptr + ARRIVALS, 0)
-        tl.store(seed_ptr + STEP, tl.load(seed_ptr + STEP) + 1)
