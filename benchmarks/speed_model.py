@@ -7,8 +7,8 @@ calibrates the model of ``replayssm_tune/speed_model.py``, writes its parameters
 ``<!-- end -->`` in docs/performance.md.
 
 ``start``, ``tail`` and p are calibrated by least squares of the relative error on one geometry, 64x64x128 in 8
-groups, in the bulk design with checkpoints of 2 and 4 bytes, rounded to nearest, at all batches; everything else
-validates them.
+groups, in the bulk design with checkpoints of 2 and 4 bytes, rounded to nearest, at all batches; ``coded`` after
+them on 8-bit checkpoints from batch 64 on. Everything else validates them.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from tests.compiled_kernels import make_problem
 
 CALIBRATION = "64x64x128/8"
 SHARPNESS = np.arange(1.5, 6.01, 0.25).tolist()    # what is tried for p
+CODED = np.arange(1.0, 3.0, 0.01).tolist()         # and for coded
 SHOWN = (1, 8, 64, 256, 512)    # batches of the table
 SHOWN_OF_OPTIONS = (1, 64, 256, 512)
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
@@ -56,7 +57,9 @@ def measured(rows: list[dict[str, Any]]) -> list[tuple[Step, float]]:
     """The steps of benchmark rows with their microseconds."""
     found = []
     for row in rows:
-        cute = row["backends"]["cute"]
+        cute = row["backends"].get("cute")
+        if cute is None:
+            continue
         step = Step(parse_geometry(row["geometry"]), row["buffer_len"], getattr(torch, row["state_dtype"]),
                     row["batch"], Mamba2Config.from_dict(cute["config"]), row["philox_rounds"])
         found.append((step, cute["us"]))
@@ -84,6 +87,16 @@ def calibrate(rows: list[dict[str, Any]]) -> Parameters:
     return Parameters(**{name: round(value, 4) for name, value in asdict(best).items()})
 
 
+def with_coded(rows: list[dict[str, Any]], p: Parameters) -> Parameters:
+    """The parameters with the ``coded`` that predicts large batches of 8-bit checkpoints best; as they are without."""
+    points = [(step, us) for step, us in measured(rows) if step.batch >= LARGE_BATCH]
+
+    def error(coded: float) -> float:
+        return sum((step_us(step, DEVICES["H200"], replace(p, coded=coded)) / us - 1) ** 2 for step, us in points)
+
+    return replace(p, coded=round(min(CODED, key=error), 2)) if points else p
+
+
 def errors(rows: list[dict[str, Any]], p: Parameters) -> dict[str, float]:
     """Largest relative error of the rows' times, in three decimals: of ``small`` and of ``large`` batches."""
     found = [(step.batch, abs(step_us(step, DEVICES["H200"], p) / us - 1)) for step, us in measured(rows)]
@@ -91,10 +104,16 @@ def errors(rows: list[dict[str, Any]], p: Parameters) -> dict[str, float]:
             "large": round(max(error for batch, error in found if batch >= LARGE_BATCH), 3)}
 
 
+def of(report: dict[str, Any]) -> Parameters:
+    """The parameters that a report's rows give."""
+    return with_coded([row for row in report["rows"] if getattr(torch, row["state_dtype"]) in LARGEST_CODE],
+                      calibrate(nearest(report)))
+
+
 def calibration(report: dict[str, Any]) -> dict[str, Any]:
     """What ``speed_model.json`` holds; see ``speed_model.calibrated``."""
     rows = nearest(report)
-    p = calibrate(rows)
+    p = of(report)
     named = ("device", "date", "torch", "cutlass_dsl")
     provenance = {name: report["provenance"][name] for name in named}
     return {"parameters": asdict(p), "error": errors(rows, p),
@@ -113,7 +132,7 @@ def chosen_on(step: Step, device: Device) -> Step:
 
 def predicted(step: Step, device: Device, p: Parameters) -> str:
     """Microseconds, and what limits the body."""
-    limits = limits_us(step, device, p.copy_share)
+    limits = limits_us(step, device, p.copy_share, p.coded)
     return f"{step_us(step, device, p):.1f} ({', '.join(f'{limit:.1f}' for limit in limits)})"
 
 
@@ -135,7 +154,7 @@ RESULTS = ("H200 measured", "H200 model", "error", "B200 predicted", "B300 predi
 
 def table(report: dict[str, Any]) -> str:
     """A Markdown table: measured and predicted on the H200, predicted elsewhere."""
-    p = calibrate(nearest(report))
+    p = of(report)
     head = (f"Microseconds; in brackets what memory, issue, shared memory and latency alone would take. Calibrated on "
             f"{CALIBRATION}: start {p.start:.2f} us, tail {p.tail:.2f} us, p = {p.sharpness:.2f}; a copy reaches "
             f"{100 * p.copy_share:.1f}% of the HBM's bandwidth.")
@@ -146,7 +165,7 @@ def table(report: dict[str, Any]) -> str:
 
 def option_table(report: dict[str, Any]) -> str:
     """The same of ``OPTIONS`` on the calibration's layer, where they were measured or not."""
-    p, lines = calibrate(nearest(report)), []
+    p, lines = of(report), []
     of_layer = [found for found in measured(report["rows"]) if str(found[0].geometry) == CALIBRATION]
     for state, rounds, act in OPTIONS:
         for batch in SHOWN_OF_OPTIONS:

@@ -20,6 +20,7 @@ from benchmarks.speed_model import (
     calibration,
     chosen_on,
     measured,
+    of,
     option_table,
 )
 from replayssm_cute.kernels.mamba2_config import Mamba2Config
@@ -43,7 +44,7 @@ def rows() -> list[dict[str, Any]]:
 
 @functools.cache
 def parameters() -> Parameters:
-    return calibrate(rows())
+    return of(report())
 
 
 def errors(geometry: str | None = None, least: int = 64) -> list[float]:
@@ -64,17 +65,18 @@ def test_large_batches_are_predicted_within_15_percent(geometry: str | None) -> 
 def test_stochastic_rounding_is_predicted_within_5_percent(rounds: int) -> None:
     steps = measured([row for row in report()["rows"] if row["philox_rounds"] == rounds
                       and row["state_dtype"] in ("float16", "bfloat16")])
-    assert len(steps) >= 8 and {step.philox_rounds for step, _ in steps} == {rounds}
+    assert len(steps) >= 2 and {step.philox_rounds for step, _ in steps} == {rounds}
     assert max(abs(step_us(step, DEVICES["H200"], parameters()) / us - 1) for step, us in steps) < 0.05
 
 
 @pytest.mark.parametrize("state", ["int8", "float8_e4m3fn"])
-def test_eight_bit_checkpoints_take_longer_than_predicted(state: str) -> None:
-    """By 16 to 41%: the model was stated before they were measured, and knows only bytes and counts."""
+def test_eight_bit_checkpoints_are_predicted_within_15_percent(state: str) -> None:
+    """With one parameter of their own; without it they take 16 to 41% longer than predicted."""
     steps = measured([row for row in report()["rows"] if row["state_dtype"] == state and row["batch"] >= 64])
     assert len(steps) >= 4
-    ratios = [us / step_us(step, DEVICES["H200"], parameters()) for step, us in steps]
-    assert min(ratios) > 1.05 and max(ratios) < 1.45
+    p = parameters()
+    assert max(abs(step_us(step, DEVICES["H200"], p) / us - 1) for step, us in steps) < 0.15
+    assert min(us / step_us(step, DEVICES["H200"], replace(p, coded=1.0)) for step, us in steps) > 1.05
 
 
 @pytest.mark.parametrize(("state", "batch", "us"), [
@@ -90,7 +92,7 @@ def test_the_register_design_is_predicted_within_15_percent(state: torch.dtype, 
 def test_calibration_reads_one_geometry_only() -> None:
     others = [{**row, "backends": {"cute": {**row["backends"]["cute"], "us": 1.0}}} if row["geometry"] != CALIBRATION
               else row for row in rows()]
-    assert calibrate(others) == parameters()
+    assert replace(calibrate(others), coded=parameters().coded) == parameters()
 
 
 def test_a_wrong_bandwidth_does_not_pass() -> None:
@@ -114,7 +116,7 @@ def test_the_margin_follows_from_the_error() -> None:
 
 def test_parameters_are_physical() -> None:
     p = parameters()
-    assert 0 < p.start < 4 and 0 < p.tail < 4 and 0.8 < p.copy_share < 1
+    assert 0 < p.start < 4 and 0 < p.tail < 4 and 0.8 < p.copy_share < 1 and 1 < p.coded < 2.5
     assert min(SHARPNESS) < p.sharpness < max(SHARPNESS), "not at the edge of what was tried"
 
 
@@ -138,8 +140,8 @@ def test_the_limits_follow_from_the_step() -> None:
 def test_every_option_has_its_prediction() -> None:
     lines = option_table(report()).splitlines()[2:]
     assert len(lines) == len(OPTIONS) * len(SHOWN_OF_OPTIONS)
-    # Stochastic rounding from batch 64 on, codes at 64 and 256.
-    assert sum("not measured" not in line for line in lines) == 4 * 3 + 4 * 2
+    # Stochastic rounding to fp16, by 5 and 10 rounds, and four kinds of codes, at batch 64 and 256.
+    assert sum("not measured" not in line for line in lines) == 2 * 2 + 4 * 2
 
 
 @pytest.mark.parametrize("device", ["B200", "B300"])

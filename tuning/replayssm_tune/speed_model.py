@@ -4,7 +4,8 @@ A step takes ``start + tail * share of steps with a flush + body``. The body is 
 which would be the body's if the others were nothing:
 
 * memory: the bytes that the method must move (``mamba2_step_bytes``) at the bandwidth of a large copy;
-* issue: the instructions of all heads (``benchmarks/issue_counts.py``), one a cycle and scheduler;
+* issue: the instructions of all heads (``benchmarks/issue_counts.py``), one a cycle and scheduler; of an 8-bit
+  checkpoint, whose conversions wait for one another, ``coded`` times as long;
 * shared memory: their wavefronts, bank conflicts included, one a cycle and multiprocessor;
 * latency: Little's law. The grid holds CTAs times stages tiles of a head in flight, and every tile is in flight for
   ``LATENCY_US`` at least. In the register design a CTA is a tile.
@@ -13,10 +14,10 @@ So it tells a config from another by its tile, CTAs and stages. It knows nothing
 ``prefetch``, nor of the longer tail that more stages bring: between configs that keep enough bytes in flight it does
 not choose (docs/performance.md).
 
-``start``, ``tail`` and p are calibrated by ``benchmarks/speed_model.py``, which writes ``speed_model.json``. They are
-taken as they are to other devices, to other head shapes, to stochastic rounding, to 8-bit checkpoints and to the
-register design. The latency is not calibrated: at full bandwidth items are in flight for 3 us and more, so that no
-row depends on it. It is what a step of batch 1, 2.5 us, leaves beside the 0.98 us before its first copy and the
+``start``, ``tail``, p and ``coded`` are calibrated by ``benchmarks/speed_model.py``, which writes ``speed_model.json``.
+They are taken as they are to other devices, to other head shapes, to stochastic rounding and to the register design.
+The latency is not calibrated: at full bandwidth items are in flight for 3 us and more, so that no row depends on it. It
+is what a step of batch 1, 2.5 us, leaves beside the 0.98 us before its first copy and the
 0.62 us behind its last arrival, which a trace showed (docs/performance.md).
 
 Figures of the devices, with their sources:
@@ -42,9 +43,10 @@ import torch
 
 from replayssm_cute.kernels.mamba2_config import Mamba2Config
 from replayssm_cute.layout import mamba2_step_bytes
+from replayssm_cute.rounding import LARGEST_CODE
 from replayssm_cute.types import Mamba2Geometry
 
-VERSION = 1                     # of the equations; counted up when they change
+VERSION = 2                     # of the equations; counted up when they change
 COUNTS = Path(__file__).with_name("issue_counts.json")
 COUNTED_BUFFER_LEN = 16         # L of the counts
 CALIBRATED = Path(__file__).with_name("speed_model.json")
@@ -110,12 +112,14 @@ class Parameters:
         tail: microseconds more of a step in which a row flushes.
         sharpness: p of the norm; the larger, the less the limits disturb each other.
         copy_share: share of the HBM's bandwidth that a large copy reaches.
+        coded: cycles that an instruction of a kernel with an 8-bit checkpoint takes of its scheduler.
     """
 
     start: float
     tail: float
     sharpness: float
     copy_share: float
+    coded: float = 1.0
 
 
 @functools.cache
@@ -128,7 +132,8 @@ def issue_counts() -> dict[str, dict[str, dict[str, int]]]:
 def calibrated() -> dict[str, Any]:
     """What the calibration wrote: ``parameters``, and how far off they were.
 
-    ``error`` holds the largest relative error of a time that was measured on the H200, rounded to nearest, of batches
+    ``error`` holds the largest relative error of a time that was measured on the H200, rounded to nearest, of 2 and 4
+    bytes, of batches
     below ``LARGE_BATCH`` (``small``) and from it on (``large``); ``provenance`` the versions of that measurement.
     """
     return json.loads(CALIBRATED.read_text())
@@ -160,7 +165,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def limits_us(step: Step, device: Device, copy_share: float) -> tuple[float, float, float, float]:
+def limits_us(step: Step, device: Device, copy_share: float, coded: float = 1.0) -> tuple[float, float, float, float]:
     """Microseconds of the body by memory, by issue, by shared memory and by latency alone.
 
     Raises:
@@ -171,7 +176,8 @@ def limits_us(step: Step, device: Device, copy_share: float) -> tuple[float, flo
     memory = step.nbytes / (device.hbm_tbs * copy_share * 1e6)
     cycle_us = step.heads / (device.sms * device.clock_ghz * 1e3)      # of a head a cycle and multiprocessor
     in_flight = min(step.tiles, device.sms * step.config.min_ctas * max(step.config.stages, 1))
-    return (memory, counts["issued"] / SCHEDULERS * cycle_us, counts["wavefronts"] * cycle_us,
+    cycles = coded if step.state_dtype in LARGEST_CODE else 1.0
+    return (memory, cycles * counts["issued"] / SCHEDULERS * cycle_us, counts["wavefronts"] * cycle_us,
             LATENCY_US * step.tiles / in_flight)
 
 
@@ -190,5 +196,5 @@ def step_us(step: Step, device: Device, p: Parameters) -> float:
     Raises:
         KeyError: as ``limits_us``.
     """
-    body = norm(limits_us(step, device, p.copy_share), p.sharpness)
+    body = norm(limits_us(step, device, p.copy_share, p.coded), p.sharpness)
     return p.start + p.tail * flushing(step) + body
