@@ -4,6 +4,7 @@
 #   make test-engine  the drop-in inside a real vLLM engine on the CPU
 #   make test-gpu     every backend against the oracle on the GPU here
 #   make bench-gpu    the benchmark on the GPU here -> $(OUT)
+#   make bench-gdn    the same of Gated DeltaNet -> $(OUT)
 #   make bench-peers  kernels of vLLM, FlashInfer and SGLang, those that are here, beside ours -> $(OUT)
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,7 +22,7 @@ PIP := -m pip install -q --disable-pip-version-check
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/ok),$(VENV)/bin/python,$(PYTHON))
 FROM_TREE := PYTHONPATH="$(CURDIR):$(CURDIR)/tuning:$$PYTHONPATH"
 
-.PHONY: demo test lint test-dsl-oldest test-engine test-gpu bench-gpu bench-peers clean
+.PHONY: demo test lint test-dsl-oldest test-engine test-gpu bench-gpu bench-gdn bench-peers clean
 
 demo: $(VENV)/ok
 	$(VENV)/bin/replayssm-demo
@@ -47,6 +48,10 @@ test-gpu:
 bench-gpu:
 	mkdir -p $(OUT)
 	$(FROM_TREE) $(GPU_PYTHON) -m benchmarks.mamba2_decode --out $(OUT)/mamba2_decode.json $(BENCH)
+
+bench-gdn:
+	mkdir -p $(OUT)
+	$(FROM_TREE) $(GPU_PYTHON) -m benchmarks.gdn_decode --out $(OUT)/gdn_decode.json $(BENCH)
 
 # In an environment that holds the packages: make bench-peers GPU_PYTHON=python3 [BENCH="--op gdn_decode --batch 1,64"]
 bench-peers:
