@@ -13,8 +13,8 @@ spreads flushing rows over CTAs and over time; each passes through a ring of sta
   x^T . weights leave complete sums in their registers.
 
 Products of 2-byte operands run on the tensor cores, exact to fp32 (``mma.py``): they take a tenth
-of the instructions of FFMA, and a 2-byte state at full bandwidth leaves no room for more. The fold
-of a flush stays in FFMA: it runs on 1 / L of the items, hidden behind the copies of the others.
+of the instructions of FFMA, and a 2-byte state at full bandwidth leaves no room for more. So does the
+fold of a flush, on 1 / L of the items.
 """
 
 import cutlass
