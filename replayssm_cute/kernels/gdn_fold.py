@@ -48,7 +48,7 @@ class Fold:
         if const_expr(self.stochastic):
             call = dice.call_of(item.slot, item.h, first)
         for c in cutlass.range_constexpr(self.chunks):
-            if const_expr(self.ring_dtype is not self.act_dtype):
+            if const_expr(self.stochastic or self.ring_dtype is not self.act_dtype):
                 cute.arch.sync_warp()  # one chunk after the other: the parts of several at once would not fit registers
             keys = self.ring_chunk(src, item, c)
             now = None
