@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +24,7 @@ from replayssm_cute.kernels.gdn_config import GdnConfig, heuristic, validate
 from replayssm_cute.kernels.targets import for_capability
 from replayssm_cute.registry import tuned
 from replayssm_cute.registry.models import DTYPES, gdn_models
-from replayssm_tune import cli, figures, resources, run
+from replayssm_tune import cli, figures, run
 from replayssm_tune.plan import Point, distinct, unit
 from replayssm_tune.space import candidates
 from replayssm_tune.subject import find, steps_of
@@ -142,13 +144,30 @@ def test_a_dry_run_counts_the_space(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(re.findall(r"verify T=[24] exact fold float16 +16 +(cute|triton) +2 ", said)) == 4
 
 
+#: In a process of its own: other tests interpret Triton's kernels.
+RESOURCES = """
+import json, sys
+from replayssm_cute.arch import Arch
+from replayssm_tune import resources
+from replayssm_tune.point import Point
+from replayssm_tune.space import candidates
+point, backend = json.loads(sys.argv[1])
+problem, arch = Point.from_dict(point).problem, Arch("cuda", (9, 0), "NVIDIA_H200", 132)
+found = resources.of(backend, problem, candidates(backend, problem, 8, arch)[0], arch)
+print(json.dumps([found.registers, found.spilled, found.threads, found.shared]))
+"""
+
+
 @pytest.mark.parametrize(("backend", "point"), [("triton", points(8)[2]), ("cute", points(8)[0])], ids=str)
 def test_resources_of_a_kernel(backend: str, point: Point) -> None:
     if backend == "cute":
         pytest.importorskip("cutlass")
-    config = candidates(backend, point.problem, 8, H200)[0]
-    found = resources.of(backend, point.problem, config, H200)
-    assert 32 <= found.registers <= 255 and found.spilled >= 0 and found.threads % 32 == 0 and found.shared > 0
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    environment.pop("TRITON_INTERPRET", None)
+    run_of = subprocess.run([sys.executable, "-c", RESOURCES, json.dumps([point.to_dict(), backend])], check=True,
+                            env=environment, cwd=ROOT, capture_output=True, text=True)
+    registers, spilled, threads, shared = json.loads(run_of.stdout.splitlines()[-1])
+    assert 32 <= registers <= 255 and spilled >= 0 and threads % 32 == 0 and shared > 0
 
 
 @pytest.fixture

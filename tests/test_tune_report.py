@@ -218,7 +218,9 @@ def test_measured_rows_replace_predicted_ones_whole(tmp_path: Path, shipped: Pat
 
 def test_predicted_rows_are_marked_wherever_they_are_shown(shipped: Path, tmp_path: Path,
                                                            capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(shipped, row(1, 5.0), predicted=True)
+    found = row(1, 5.0)
+    found["backends"]["cute"]["config"] = {"design": "bulk", "tile_p": 64, "threads": 128}     # one that serves
+    path = write(shipped, found, predicted=True)
     for arguments, said in ((["show", str(path)], "NVIDIA_H200 (predicted)"),
                             (["list", "--op", "mamba2_decode", "--device", "NVIDIA_H200"],
                              "48x64x128/1   36      predicted"),
