@@ -5,8 +5,8 @@
 compiles the kernels of ``tests/compiled_kernels.py`` for every target and writes
 ``tests/resource_limits.json`` and the tables of ``docs/resources.md`` anew. Read the difference
 before committing it: a limit that rises is a regression that was accepted. Some registers are kept by
-hand, those that DSL 4.7.1 gives where 4.8.0 takes fewer (96x80x128, and 64x64x128 with stochastic rounding on 9.0); both
-leave the CTAs that are asked for.
+hand, those that DSL 4.7.1 takes where 4.8.0 takes fewer: of 96x80x128, and of 64x64x128 with stochastic
+rounding on 9.0. Both leave the CTAs that are asked for.
 """
 
 from __future__ import annotations
