@@ -48,14 +48,10 @@ VARIANTS = (EXACT, Variant("ring fold, bf16 ring", False, BF16, F32),
 
 
 class Request:
-    """One request on the pools of one layer; slot 1 takes copies of its state.
-
-    A backend that does not take the variant's ring leaves it to Triton.
-    """
+    """One request on the pools of one layer; slot 1 takes copies of its state."""
 
     def __init__(self, variant: Variant, tokens: int, buffer_len: int, device: str, backend: str) -> None:
-        self.tokens, self.L, self.device = tokens, buffer_len, device
-        self.backend = None if backend == "cute" and variant.ring != BF16 else backend
+        self.tokens, self.L, self.device, self.backend = tokens, buffer_len, device, backend
         self.pool = allocate_gdn_pool(2, GEOMETRY, buffer_len, exact_fold=variant.exact, state_dtype=variant.state,
                                       ring_dtype=variant.ring, device=device)
         self.rings: dict[str, Tensor | None] = {"rawv_cache": None, "rawk_cache": None, "beta_cache": None,
