@@ -42,7 +42,7 @@ def plan(kind: type[Config], tuned: TunedPlan, limits: Iterable[int],
 def _read(kind: type[Config], values: dict[str, Any] | None) -> Config | None:
     try:
         return None if values is None else kind.from_dict(values)
-    except (ArgumentError, TypeError) as error:  # the latter where a key is missing
+    except ArgumentError as error:
         warn_once(f"tuned config {values} skipped: {error}")
         return None
 
