@@ -6,7 +6,7 @@ A size has the fields by which a row differs from the others of its file. ``DIMS
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, Protocol
 
@@ -69,8 +69,23 @@ def _length(held: int, asked: int) -> Distance:
     return abs(held - asked), -held
 
 
+class _Fields:
+    """What all sizes derive from their ``CHECKS``."""
+
+    CHECKS: ClassVar[dict[str, Check]]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in self.CHECKS)
+
+    def _indivisible(self, whole: str, part: str) -> str | None:
+        """The fault of a count that the other does not divide."""
+        all_of, some = getattr(self, whole), getattr(self, part)
+        return f"{part}: expected a divisor of {whole}={all_of}, got {some}" if all_of % some else None
+
+
 @dataclass(frozen=True)
-class Mamba2Size:
+class Mamba2Size(_Fields):
     """Mamba2 decode: H and G of one rank, L, rows of the step."""
 
     nheads: int
@@ -82,16 +97,11 @@ class Mamba2Size:
     CHECKS: ClassVar[dict[str, Check]] = {"nheads": COUNT, "ngroups": COUNT, "buffer_len": _LENGTH, "batch": COUNT}
 
     @property
-    def key(self) -> tuple[Any, ...]:
-        return astuple(self)
-
-    @property
     def heads(self) -> tuple[int, int]:
         return self.nheads, self.ngroups
 
     def fault(self) -> str | None:
-        return f"ngroups: expected a divisor of nheads={self.nheads}, got {self.ngroups}" \
-            if self.nheads % self.ngroups else None
+        return self._indivisible("nheads", "ngroups")
 
     def geometry(self, dims: tuple[int, int]) -> Mamba2Geometry:
         return Mamba2Geometry(self.nheads, *dims, self.ngroups)
@@ -106,7 +116,7 @@ class Mamba2Size:
 
 
 @dataclass(frozen=True)
-class GdnDecodeSize:
+class GdnDecodeSize(_Fields):
     """Standard decode of Gated DeltaNet: HV and Hk of one rank, dtype of the d and k rings, L, rows of the step."""
 
     num_v_heads: int
@@ -121,16 +131,11 @@ class GdnDecodeSize:
         "buffer_len": _LENGTH, "batch": COUNT}
 
     @property
-    def key(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in self.CHECKS)
-
-    @property
     def heads(self) -> tuple[int, int]:
         return self.num_v_heads, self.num_k_heads
 
     def fault(self) -> str | None:
-        return f"num_k_heads: expected a divisor of num_v_heads={self.num_v_heads}, got {self.num_k_heads}" \
-            if self.num_v_heads % self.num_k_heads else None
+        return self._indivisible("num_v_heads", "num_k_heads")
 
     def geometry(self, dims: tuple[int, int]) -> GdnGeometry:
         return GdnGeometry(self.num_k_heads, self.num_v_heads, *dims)
