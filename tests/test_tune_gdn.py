@@ -7,9 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,17 +23,15 @@ from replayssm_cute.kernels.gdn_config import GdnConfig, heuristic, validate
 from replayssm_cute.kernels.targets import for_capability
 from replayssm_cute.registry import tuned
 from replayssm_cute.registry.models import DTYPES, gdn_models
-from replayssm_tune import cli, figures, run
+from replayssm_tune import cli, figures
 from replayssm_tune.plan import Point, distinct, unit
 from replayssm_tune.space import candidates
 from replayssm_tune.subject import find, steps_of
+from tests.tune_call import ROOT, Tune, tuning
 
-ROOT = Path(__file__).parents[1]
-FAKE = [sys.executable, "-m", "tests.tune_fake"]
 H200, B200 = Arch("cuda", (9, 0), "NVIDIA_H200", 132), Arch("cuda", (10, 0), "NVIDIA_B200", 148)
 QWEN3_NEXT, SMALL = GdnGeometry(16, 32), GdnGeometry(2, 4)
 NAME = "op={},head_k_dim=128,head_v_dim=128,state_dtype=float32,device_name=NVIDIA_H200.json"
-Tune = Callable[..., tuple[int, str]]
 
 
 def points(batch: int, state: str = "float32", heads: GdnGeometry = SMALL) -> list[Point]:
@@ -172,19 +169,7 @@ def test_resources_of_a_kernel(backend: str, point: Point) -> None:
 
 @pytest.fixture
 def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tune:
-    """As in ``tests.test_tune_run``, of ``arguments`` that name a step."""
-    monkeypatch.setattr(run, "LAB", [*FAKE, "--lab"])
-    monkeypatch.setattr(run, "COMPILER", [*FAKE, "--compiler"])
-    monkeypatch.setattr(run, "gpu_is_here", lambda: True)
-    monkeypatch.chdir(ROOT)
-
-    def call(*arguments: str, **fake: Any) -> tuple[int, str]:
-        monkeypatch.setenv("TUNE_FAKE", json.dumps(fake))
-        code = cli.main(["run", "--geometry", "4/2x128x128", "--state-dtype", "float32", "--jobs", "1", "--out",
-                         str(tmp_path), *arguments])
-        captured = capsys.readouterr()
-        return code, captured.out + captured.err
-    return call
+    return tuning(tmp_path, monkeypatch, capsys, "--geometry", "4/2x128x128", "--state-dtype", "float32", "--jobs", "1")
 
 
 @pytest.fixture

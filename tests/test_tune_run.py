@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +19,18 @@ from replayssm_cute import dispatch
 from replayssm_cute.arch import Arch
 from replayssm_cute.registry import tuned
 from replayssm_cute.types import Mamba2Geometry
-from replayssm_tune import cli, plan, run, speed_model
+from replayssm_tune import plan, run, speed_model
 from replayssm_tune.search import ROUNDS
+from tests.tune_call import FAKE, ROOT, Tune, tuning
 
-ROOT = Path(__file__).parents[1]
-FAKE = [sys.executable, "-m", "tests.tune_fake"]
 NANO = ("--geometry", "64x64x128/8", "--state-dtype", "float16", "--jobs", "1")
 FILE = "op=mamba2_decode,headdim=64,dstate=128,state_dtype=float16,device_name=NVIDIA_H200.json"
 
-Tune = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
 def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tune:
-    """Runs the command in this process with ``fake`` as TUNE_FAKE: (exit code, what it said)."""
-    monkeypatch.setattr(run, "LAB", [*FAKE, "--lab"])
-    monkeypatch.setattr(run, "COMPILER", [*FAKE, "--compiler"])
-    monkeypatch.setattr(run, "gpu_is_here", lambda: True)
-    monkeypatch.chdir(ROOT)
-
-    def call(*arguments: str, **fake: Any) -> tuple[int, str]:
-        monkeypatch.setenv("TUNE_FAKE", json.dumps(fake))
-        code = cli.main(["run", *NANO, "--out", str(tmp_path), *arguments])
-        captured = capsys.readouterr()
-        return code, captured.out + captured.err
-    return call
+    return tuning(tmp_path, monkeypatch, capsys, *NANO)
 
 
 def started(out: Path, *arguments: str, **fake: Any) -> subprocess.Popen[str]:
