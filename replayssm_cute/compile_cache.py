@@ -1,6 +1,7 @@
 """Compiled CuTe functions, kept in memory and on disk.
 
-A disk entry is an object file that holds the cubin and its host stub. Its folder carries the
+A disk entry is an object file that holds the cubin and its host stub, and beside it the same as a
+shared library (``shared_object``), which loads without the DSL. Its folder carries the
 fingerprint of everything that shapes the code: the sources of the kernels, the DSL's version and
 this package's; its name the architecture and a hash of the kernel's own key. Entries appear by
 atomic rename under a lock per entry, so several processes may start at once and one compiles.
@@ -11,14 +12,19 @@ atomic rename under a lock per entry, so several processes may start at once and
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import importlib.util
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from replayssm_cute import shared_object
 
 log = logging.getLogger("replayssm_cute")
 
@@ -39,13 +45,25 @@ def cache_dir() -> Path:
 @functools.cache
 def _fingerprint() -> str:
     """Hash of the kernels' sources and of the versions that turn them into code."""
-    import cutlass
-
     from replayssm_cute import __version__
-    digest = hashlib.sha256(f"{__version__} {cutlass.__version__}".encode())
+    digest = hashlib.sha256(f"{__version__} {_dsl_version()}".encode())
     for source in sorted(Path(__file__).with_name("kernels").glob("*.py")):
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _dsl_version() -> str:
+    """The version of the DSL that would be imported, read in its source, for to import it takes seconds.
+
+    What is installed by that name need not be what is imported: a folder on ``PYTHONPATH`` comes before it.
+    """
+    spec = importlib.util.find_spec("cutlass")
+    if spec is not None and spec.origin is not None:
+        found = re.search(r"""^__version__ = ["'](.+)["']$""", Path(spec.origin).read_text(), re.M)
+        if found:
+            return found[1]
+    import cutlass
+    return cutlass.__version__
 
 
 def get(target: str, key: tuple[Any, ...], build: Callable[[], Any]) -> Callable[..., Any]:
@@ -65,34 +83,49 @@ def get(target: str, key: tuple[Any, ...], build: Callable[[], Any]) -> Callable
 
 
 def _from_disk(target: str, key: tuple[Any, ...], build: Callable[[], Any]) -> Callable[..., Any]:
+    entry = cache_dir() / f"{target}-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.o"
+    library = shared_object.beside(entry)
+    with contextlib.suppress(Exception):  # what is missing or damaged is made anew under the lock
+        return shared_object.load(library, _SYMBOL)
     from filelock import FileLock
-
-    path = cache_dir() / f"{target}-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.o"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(str(path) + ".lock"):
-            loaded = _load(path) if path.exists() else None
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(str(entry) + ".lock"):
+            loaded = _load(shared_object.load, library) or _from_object(entry, library)
             if loaded is None:
-                _store(path, build())
+                _store(entry, build())
                 # Load what was stored: it is called with less host work than a fresh compilation.
-                loaded = _load(path)
+                loaded = _from_object(entry, library)
             if loaded is not None:
                 return loaded
     except OSError as error:
-        log.warning("kernel cache %s cannot be used (%s); compiling for this process only", path, error)
+        log.warning("kernel cache %s cannot be used (%s); compiling for this process only", entry, error)
     return build()
 
 
-def _load(path: Path) -> Callable[..., Any] | None:
-    """The function of an entry; None, with a warning, where the file is damaged."""
-    from cutlass.cute.runtime import load_module
-    try:
-        module = load_module(str(path), enable_tvm_ffi=True)
-        _modules.append(module)
-        return getattr(module, _SYMBOL)
-    except Exception as error:
-        log.warning("kernel cache entry %s is damaged (%s); compiling it anew", path, error)
+def _from_object(entry: Path, library: Path) -> Callable[..., Any] | None:
+    """The function of an object file, through a library where one can be made; None where it is missing or damaged."""
+    linked = shared_object.link(entry, library, _SYMBOL) if entry.exists() else None
+    return linked or _load(_by_the_dsl, entry)
+
+
+def _load(loader: Callable[[Path, str], Callable[..., Any]], path: Path) -> Callable[..., Any] | None:
+    """The function of a file; None where there is none, or, with a warning, where the file is damaged."""
+    if not path.exists():
         return None
+    try:
+        return loader(path, _SYMBOL)
+    except Exception as error:
+        log.warning("kernel cache entry %s is damaged (%s); making it anew", path, error)
+        return None
+
+
+def _by_the_dsl(entry: Path, symbol: str) -> Callable[..., Any]:
+    """The function of an object file; imports the DSL."""
+    from cutlass.cute.runtime import load_module
+    module = load_module(str(entry), enable_tvm_ffi=True)
+    _modules.append(module)
+    return getattr(module, symbol)
 
 
 def _store(path: Path, compiled: Any) -> None:
