@@ -61,6 +61,7 @@ def test_integer_arithmetic(instruction: str, want: Callable[[int, int], int], s
 
 @pytest.mark.parametrize(("instruction", "want"), [
     ("brev.b32 %r3, %r1", lambda a, b: int(f"{a:032b}"[::-1], 2)),
+    ("shf.l.wrap.b32 %r3, %r1, %r2, 5", lambda a, b: b << 5 | a >> 27),
     ("prmt.b32 %r3, %r1, %r2, 0x5410", lambda a, b: a & 0xFFFF | (b & 0xFFFF) << 16),
     ("prmt.b32 %r3, %r1, %r2, 0x0F37", lambda a, b: a << 24 | (255 if b >> 31 else 0) << 16 | a >> 24 << 8 | b >> 24),
     ("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %r1; mov.b32 %r3, {hi, lo}; }", lambda a, b: a >> 16 | a << 16)])

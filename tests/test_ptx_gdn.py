@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("cutlass")
 
-from replayssm_cute.kernels.gdn_order import SORTED_ROWS
+from replayssm_cute.kernels.targets import SORTED_ROWS
 from replayssm_cute.reference import gdn
 from replayssm_cute.rounding import seed_state
 from tests.cases import View, bits

@@ -121,17 +121,20 @@ def ranked(problem: GdnProblem, batch: int, target: Target) -> list[GdnConfig]:
     """Sensible choices, valid or not, the one that should be fastest first."""
     p, items = problem, batch * problem.geometry.num_v_heads
     wide, small = p.state_dtype == torch.float32, items <= (512 if p.tokens else 2048)
-    splits = [(2, 64, 2), (2, 64, 1)] if wide and p.exact_fold else [(2, 32, 4), (2, 32, 2), (2, 32, 1)]
+    splits = [(2, 64, 2), (2, 64, 1)] if p.exact_fold else [(2, 32, 4), (2, 32, 2), (2, 32, 1)]
     register = [GdnConfig("register", rows, tile_v, ctas, pdl=True) for rows, tile_v, ctas in splits]
+    few = REGISTER_ITEMS
     if p.tokens > 8:
         plans = [(2, 64, 1, 3)]        # registers for four tiles of tokens
-    elif wide:
-        plans = [(4 if p.tokens and not p.exact_fold else 2, 64, 2, 2)]
     elif p.exact_fold:
-        plans = [(4, 128, 2, 2)]
+        few = 32 if wide else 0
+        plans = [(2, 64, 1, 4 if wide else 2)] if items <= (512 if wide else 128) else \
+            [(2, 64, 2, 2)] if wide or small else [(4, 128, 2, 2)]
+    elif wide:
+        plans = [(4 if p.tokens else 2, 64, 2, 2)]
     else:  # three CTAs would spill with random words, or with two tiles of tokens
         plans = [(2, 64, 2, 3)] if p.philox_rounds or p.tokens > 4 else [(2, 64, 3, 2)]
     plans += [(2, 64, 2, 2), (2, 64, 1, 2), (2, 64, 1, 1)]
     staged = [GdnConfig("staged", rows, tile_v, ctas, stages, evict_first=small and not p.exact_fold, pdl=True)
               for rows, tile_v, ctas, stages in plans]
-    return register + staged if items <= REGISTER_ITEMS else staged + register
+    return register + staged if items <= few else staged + register

@@ -85,15 +85,12 @@ class Producer:
         ints[HEAD, stage], ints[TILE_V, stage] = h, tile
 
     @cute.jit
-    def produce(self, s, mState, mQ, mK, mV, mA, mB, mAlog, mBias, mDc, mKc, mGc, mRv, mRk, mBeta, rows, order, block,
-                count, lane):
-        """``block``: facts of the lane's item of the first 32; None where the order was not known in time."""
+    def produce(self, s, mState, mQ, mK, mV, mA, mB, mAlog, mBias, mDc, mKc, mGc, mRv, mRk, mBeta, rows, items, first,
+                step, count, own, block, deal, lane):
+        """``own``: the lane's item of the first 32. ``block``: its facts."""
         inputs = (mA, mB, mAlog, mBias, mGc, mBeta)
-        if const_expr(block is None):
-            block = self.load_facts(*rows, self.locate(s, order, lane)[0])
-        ahead = block
-        facts = [cute.arch.shuffle_sync(f, 0) for f in block]
-        _, h, tile = self.locate(s, order, 0)
+        ahead, later, costly = block, own, Int32(0)
+        facts, h, tile = self.facts_of(block, own, 0)
         raw = self.load_gates(*inputs, facts, h, lane)
         for k in cutlass.range(count, unroll=1):
             stage = k % self.stages
@@ -102,7 +99,11 @@ class Producer:
             cute.arch.sync_warp()
             self.copy_item(s, mState, mQ, mK, mV, mDc, mKc, mRv, mRk, facts, h, tile, stage, lane)
             if k % 32 == 0:
-                ahead = self.load_facts(*rows, self.locate(s, order, k + 32 + lane)[0])
+                later = cutlass.min(first + (k + 32 + lane) * step, items - 1)
+                if const_expr(self.exact):
+                    if k > 0:
+                        later = self.moved(s, deal, costly, later)
+                ahead = self.load_facts(*rows, later // self.row_items)
             self.store_gates(s, raw, facts, stage, lane)
             if lane == 0:
                 self.store_facts(s, facts, h, tile, stage)
@@ -110,12 +111,24 @@ class Producer:
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(s.full + stage, self.item_bytes(facts))
             if (k + 1) % 32 == 0:
-                block = ahead
-            facts = [cute.arch.shuffle_sync(f, (k + 1) % 32) for f in block]
-            _, h, tile = self.locate(s, order, k + 1)
+                block, own = ahead, later
+            if const_expr(self.exact):
+                if k + 1 == self.stages:  # the copies of the first items have set out
+                    cute.arch.mbarrier_wait(s.flagged, 0)
+                    costly = self.sort_rows(s, deal, lane)
+                    own = self.moved(s, deal, costly, cutlass.min(first + lane * step, items - 1))
+                    later = self.moved(s, deal, costly, cutlass.min(first + (32 + lane) * step, items - 1))
+                    block = self.load_facts(*rows, own // self.row_items)
+                    ahead = self.load_facts(*rows, later // self.row_items)
+            facts, h, tile = self.facts_of(block, own, (k + 1) % 32)
             raw = self.load_gates(*inputs, facts, h, lane)
         if const_expr(self.config.pdl):  # all that is left is to drain
             cute.arch.griddepcontrol_launch_dependents()
+
+    def facts_of(self, block, items, n):
+        """(facts, head, tile) of the item of lane ``n``, in all lanes."""
+        item = cute.arch.shuffle_sync(items, n)
+        return [cute.arch.shuffle_sync(f, n) for f in block], item // self.tiles_v % self.HV, item % self.tiles_v
 
     def item_bytes(self, facts):
         """Bytes that the copies of an item bring."""

@@ -21,7 +21,6 @@ from replayssm_cute.kernels.compat import SmemAllocator
 from replayssm_cute.kernels.gdn_config import RECORDS, extra_warps
 from replayssm_cute.kernels.gdn_fold import Fold
 from replayssm_cute.kernels.gdn_gates import exp
-from replayssm_cute.kernels.gdn_order import SORTED_ROWS, Order
 from replayssm_cute.kernels.gdn_producer import (
     BASE,
     BETA,
@@ -39,6 +38,8 @@ from replayssm_cute.kernels.gdn_producer import (
 )
 from replayssm_cute.kernels.gdn_tile import TILE, GdnTile
 from replayssm_cute.kernels.gdn_window import Window
+from replayssm_cute.kernels.order import Order
+from replayssm_cute.kernels.targets import SORTED_ROWS
 
 
 class GdnStagedKernel(Order, Producer, Window, Fold, GdnTile):
@@ -47,7 +48,7 @@ class GdnStagedKernel(Order, Producer, Window, Fold, GdnTile):
     def __init__(self, problem, config, target, sms: int) -> None:
         super().__init__(problem, config, target)
         self.stages, self.sms, self.ctas = config.stages, sms, config.min_ctas * sms
-        self.threads = 32 * (self.warps + extra_warps(problem, config))
+        self.threads, self.row_items = 32 * (self.warps + extra_warps(problem, config)), self.HV * self.tiles_v
 
     @cute.jit
     def __call__(self, mState, mQ, mK, mV, mA, mB, mAlog, mBias, mDc, mKc, mGc, mRv, mRk, mBeta, mOut, mStarts, mSlots,
@@ -72,9 +73,9 @@ class GdnStagedKernel(Order, Producer, Window, Fold, GdnTile):
         if const_expr(self.config.pdl):
             cute.arch.griddepcontrol_wait()
         rows = (mStarts, mSlots, mKeys, mPos, mBase, mFlush, null_block_id)
-        facts = None
-        if const_expr(not self.exact):  # only the producer uses them, but loaded here they are on their way meanwhile
-            facts = self.load_facts(*rows, cutlass.min(first + tid % 32 * step, items - 1) // (self.HV * self.tiles_v))
+        # Only the producer uses them, but loaded here they are on their way during the set-up.
+        item = cutlass.min(first + tid % 32 * step, items - 1)
+        facts = self.load_facts(*rows, item // self.row_items)
         dice = self.throw_dice(mSeed)
         s = self.allocate()
         if tid == 0:
@@ -83,21 +84,22 @@ class GdnStagedKernel(Order, Producer, Window, Fold, GdnTile):
                 cute.arch.mbarrier_init(s.empty + i, self.warps + (1 if self.exact else 0))
                 if const_expr(self.exact):
                     cute.arch.mbarrier_init(s.ready + i, 1)
+            if const_expr(self.exact):
+                cute.arch.mbarrier_init(s.flagged, self.warps)
             cute.arch.mbarrier_init_fence()
-        if const_expr(self.exact):
-            if batch <= SORTED_ROWS:
-                self.read_flags(s, mSlots, mKeys, mFlush, null_block_id, batch, tid)
+        deal = self.deal(batch, first, step, count) if const_expr(self.exact) else None
         cute.arch.sync_threads()
         if const_expr(self.stochastic):  # all threads have read the step
             if tid == 0:
                 rounding.advance(mSeed, step)
         # As branches of one another: what only one role needs must not live through the others' code.
         if warp < self.warps:
+            if const_expr(self.exact):
+                self.read_flags(s, mSlots, mKeys, mFlush, null_block_id, deal, tid)
             self.consume(s, mState, mOut, mDc, mKc, mGc, mRv, mRk, mBeta, dice, count, tid % 32, warp)
         elif warp == self.warps:
-            order = self.order_items(s, batch, first, step, count, tid % 32)
-            self.produce(s, mState, mQ, mK, mV, mA, mB, mAlog, mBias, mDc, mKc, mGc, mRv, mRk, mBeta, rows, order,
-                         facts, count, tid % 32)
+            self.produce(s, mState, mQ, mK, mV, mA, mB, mAlog, mBias, mDc, mKc, mGc, mRv, mRk, mBeta, rows, items,
+                         first, step, count, item, facts, deal, tid % 32)
         elif const_expr(self.exact):
             self.prepare_folds(s, count, tid % 32)
 
@@ -121,10 +123,11 @@ class GdnStagedKernel(Order, Producer, Window, Fold, GdnTile):
             fold_k=tensor(Float32, self.K, self.records, ST, align=128) if self.exact else None,
             fold_decay=tensor(Float32, RECORDS, ST) if self.exact else None,
             fold_beta=tensor(Float32, RECORDS, ST) if self.exact else None,
-            flags=tensor(Int32, SORTED_ROWS) if self.exact else None,      # ``gdn_order``
+            flags=tensor(Int32, SORTED_ROWS) if self.exact else None,      # ``order``
             rows=tensor(Int32, SORTED_ROWS) if self.exact else None,
             full=smem.allocate_array(Int64, ST), empty=smem.allocate_array(Int64, ST),
-            ready=smem.allocate_array(Int64, ST) if self.exact else None)
+            ready=smem.allocate_array(Int64, ST) if self.exact else None,
+            flagged=smem.allocate_array(Int64, 1) if self.exact else None)
 
     def raw(self, records):
         """Records of the inputs' dtype in the place of some of the ring's."""
@@ -134,7 +137,24 @@ class GdnStagedKernel(Order, Producer, Window, Fold, GdnTile):
         return cute.make_tensor(cute.recast_ptr(records.iterator, dtype=self.act_dtype), cute.make_layout(
             (width, self.records, self.stages), stride=(1, width, width * self.records * stride)))
 
+    def stagger(self, first, left):
+        """CTAs that share a multiprocessor fold at different times."""
+        return first // self.sms % self.config.min_ctas * left // self.config.min_ctas
+
     # ---- consumers ----------------------------------------------------------------------------------
+
+    @cute.jit
+    def read_flags(self, s, mSlots, mKeys, mFlush, null_block_id, deal, tid):
+        """Which rows will fold, into shared memory, while the first items are on their way; all consumers."""
+        flags = s.flags
+        for i in cutlass.range(tid, deal.rows, 32 * self.warps, unroll=1):
+            slot, key, flag = Int32(mSlots[deal.head + i]), Int32(mKeys[deal.head + i]), Int32(0)
+            if slot >= 0 and slot != null_block_id and key >= 0 and key != null_block_id:
+                flag = Int32(mFlush[key])
+            flags[i] = flag
+        cute.arch.sync_warp()
+        if tid % 32 == 0:
+            cute.arch.mbarrier_arrive(s.flagged)
 
     @cute.jit
     def consume(self, s, mState, mOut, mDc, mKc, mGc, mRv, mRk, mBeta, dice, count, lane, warp):

@@ -39,16 +39,19 @@ from replayssm_cute.kernels.mamba2_stage import (
     D,
 )
 from replayssm_cute.kernels.mamba2_tile import ReplayTile, load_slot
+from replayssm_cute.kernels.order import Order
+from replayssm_cute.kernels.targets import SORTED_ROWS
 
 EVICT_FIRST = 0x12F0000000000000  # L2 policy word: evict_first for the whole access
 
 
-class Mamba2BulkKernel(Scorer, Consumer, CodedConsumer, ReplayTile):
+class Mamba2BulkKernel(Order, Scorer, Consumer, CodedConsumer, ReplayTile):
     """``min_ctas`` CTAs a multiprocessor, of ``threads`` consumers and two more warps."""
 
     def __init__(self, problem, config, target, sms: int) -> None:
         super().__init__(problem, config, target)
         self.stages, self.ctas = config.stages, config.min_ctas * sms
+        self.sorts, self.row_items = self.stochastic, self.H * self.tiles     # drawing makes a flush costly
         self.input_bytes = self.act_dtype.width // 8
         self.state_bytes = self.tile_p * self.N * self.state_dtype.width // 8
         self.entries = -(-self.L // 16) * 16                       # ring rows that products take
@@ -98,6 +101,10 @@ class Mamba2BulkKernel(Scorer, Consumer, CodedConsumer, ReplayTile):
                 cute.arch.mbarrier_init(s.scored + i, 1)
                 cute.arch.mbarrier_init(s.empty + i, self.warps + 1)
             cute.arch.mbarrier_init_fence()
+        deal = None
+        if const_expr(self.sorts):
+            deal = self.deal(mX.shape[0], first, step, count)
+            self.read_flags(s, mFlush, deal, tid)
         cute.arch.sync_threads()
         if const_expr(self.stochastic):
             if tid == 0:
@@ -107,7 +114,7 @@ class Mamba2BulkKernel(Scorer, Consumer, CodedConsumer, ReplayTile):
             self.consume(s, mState, mScale, mD, mZ, mOut, dice, count, tid % 32, warp)
         elif warp == self.warps:
             self.produce(s, sources, mState, mScale, mX, mB, mC, mXc, mDtc, mBc, null_block_id, items, first, step,
-                         count, item, facts, tid % 32)
+                         count, item, facts, deal, tid % 32)
         else:
             self.score(s, mXc, mDtc, mBc, count, tid % 32)
 
@@ -136,6 +143,7 @@ class Mamba2BulkKernel(Scorer, Consumer, CodedConsumer, ReplayTile):
             w_part = tensor(self.act_dtype, E, mma.PARTS, ST)
             weight = tensor(Float32, E, ST)
             scales = tensor(Float32, 2, ST)
+            flags, rows = (tensor(Int32, SORTED_ROWS) if self.sorts else None for _ in range(2))
             window = smem.allocate_array(Int64, ST)               # rings, x, B, C have landed
             full = smem.allocate_array(Int64, ST)                 # the state has
             scored = smem.allocate_array(Int64, ST)
@@ -163,6 +171,17 @@ class Mamba2BulkKernel(Scorer, Consumer, CodedConsumer, ReplayTile):
                 if rows > 0:
                     bulk_prefetch(mBc[slot, g, None, None], rows * (self.N * self.input_bytes))
                     bulk_prefetch(mXc[slot, h, None, None], rows * (self.P * self.input_bytes))
+
+    @cute.jit
+    def read_flags(self, s, mFlush, deal, tid):
+        """The flags of the rows that move, into shared memory; all threads of the CTA."""
+        flags = s.flags
+        for i in cutlass.range(tid, deal.rows, self.threads + 64, unroll=1):
+            flags[i] = Int32(mFlush[deal.head + i])
+
+    def stagger(self, first, left):
+        """Flushes come in the middle half of a CTA's items, where the others hide them."""
+        return left // 4 + first % cutlass.max(left // 2, Int32(1))
 
     # ---- producer: one warp -----------------------------------------------------------------------
 
@@ -197,22 +216,35 @@ class Mamba2BulkKernel(Scorer, Consumer, CodedConsumer, ReplayTile):
 
     @cute.jit
     def produce(self, s, sources, mState, mScale, mX, mB, mC, mXc, mDtc, mBc, null_block_id, items, first, step,
-                count, item, facts, lane):
-        slots, cursors = Int32(0), Int32(0)
+                count, item, facts, deal, lane):
+        slots, cursors, own, costly = Int32(0), Int32(0), item, Int32(0)
         for k in cutlass.range(count, unroll=1):
             if k % 32 == 0:  # a new block: its facts have arrived, the next block's set out
-                slots, cursors = self.store_facts(s, facts, null_block_id, item, (k + lane) % FACTS)
+                own = item
+                slots, cursors = self.store_facts(s, facts, null_block_id, own, (k + lane) % FACTS)
                 item = cutlass.min(first + (k + 32 + lane) * step, items - 1)
+                if const_expr(self.sorts):
+                    if k > 0:
+                        item = self.moved(s, deal, costly, item)
                 facts = self.load_facts(*sources, item)
+            if const_expr(self.sorts):
+                if k == self.stages:  # the copies of the first items have set out
+                    costly = self.sort_rows(s, deal, lane)
+                    own = self.moved(s, deal, costly, cutlass.min(first + lane * step, items - 1))
+                    item = self.moved(s, deal, costly, cutlass.min(first + (32 + lane) * step, items - 1))
+                    moved, facts = self.load_facts(*sources, own), self.load_facts(*sources, item)
+                    if lane >= self.stages:
+                        slots, cursors = self.store_facts(s, moved, null_block_id, own, lane)
             slot = cute.arch.shuffle_sync(slots, k % 32)
             pos = cute.arch.shuffle_sync(cursors, k % 32)
+            taken = cute.arch.shuffle_sync(own, k % 32) if const_expr(self.sorts) else first + k * step
             stage = k % self.stages
             if k >= self.stages:
                 cute.arch.mbarrier_wait(s.empty + stage, ((k // self.stages) & 1) ^ 1)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 if slot >= 0:
-                    b, h, tile = self.split(first + k * step)
+                    b, h, tile = self.split(taken)
                     self.copy_item(s, mState, mScale, mX, mB, mC, mXc, mDtc, mBc, b, h, tile, stage, Int64(slot), pos)
                 else:
                     cute.arch.mbarrier_arrive(s.window + stage)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from replayssm_cute.kernels.targets import REGISTERS_PER_SM, SMEM_PER_CTA, Target
+from replayssm_cute.kernels.targets import REGISTERS_PER_SM, SMEM_PER_CTA, SORTED_ROWS, Target
 from replayssm_cute.launch_config import LaunchConfig
 from replayssm_cute.rounding import LARGEST_CODE
 from replayssm_cute.types import SUPPORTED, Mamba2Problem, Support
@@ -72,7 +72,8 @@ def smem_bytes(problem: Mamba2Problem, config: Mamba2Config) -> int:
     state = config.tile_p * (g.dstate * problem.state_dtype.itemsize + 4)
     window = (g.headdim + g.dstate + 8) * entries * act + 4 * L + g.dstate * act
     scores = 2 * (g.dstate + 32) * 2 + entries * (3 * act + 4)
-    return config.stages * (state + window + scores + 96) + 4096
+    order = 8 * SORTED_ROWS if problem.philox_rounds else 0
+    return config.stages * (state + window + scores + 96) + order + 4096
 
 
 def validate(problem: Mamba2Problem, config: Mamba2Config, target: Target) -> Support:
@@ -161,12 +162,12 @@ def _registers(problem: Mamba2Problem, config: Mamba2Config) -> int:
 def default_config(problem: Mamba2Problem, batch: int, target: Target) -> Mamba2Config | None:
     """The first valid choice in the order measured as best on an H200; None where none is valid.
 
-    Measured on 64x64x128 in 8 groups, L = 16, cold L2 (benchmarks/results): some 125 KB in flight per
-    multiprocessor; more stages only lengthen the tail, and more CTAs beat more stages; 8-bit checkpoints, whose
-    items are small, take four stages (batch 256: 62.7 us against 67.9 with two). evict_first on the
-    state gains up to batch 128 and costs 1 to 2% beyond. Dependent launch gains 0.5 to 0.9 us in the
-    bulk design and nothing in the other. Prefetching into L2 gains 0.2 to 0.4 us at batch 1 to 4 and
-    costs 1% from batch 64.
+    Measured on the rows that are shipped, L = 16, cold L2: some 125 KB in flight per multiprocessor; more
+    stages only lengthen the tail, and more CTAs beat more stages; 8-bit checkpoints, whose items are small,
+    take four stages (64x64x128, batch 256: 62.7 us against 67.9 with two). evict_first on the state gains up
+    to batch 128 and costs 1 to 2% beyond. Dependent launch gains 0.5 to 0.9 us in the bulk design and nothing
+    in the other. Prefetching into L2 gains 0.2 to 0.7 us while the items are few, and then one CTA a
+    multiprocessor less another 0.5 (it may be that the next launch finds room to set out).
     """
     for config in ranked(problem, batch, target):
         if validate(problem, config, target):
@@ -183,10 +184,13 @@ def ranked(problem: Mamba2Problem, batch: int, target: Target) -> list[Mamba2Con
                 for bits in ((256, 128) if target.wide_loads else (128,)) for ctas in (3, 2, 1)]
     tile_p = max(t for t in range(16, 129, 16) if g.headdim % t == 0 and (t == 16 or t * g.dstate <= MAX_TILE))
     items = batch * g.nheads * (g.headdim // tile_p)
+    width = problem.state_dtype.itemsize
     # Not on Blackwell: unmeasured there, and it would cost two kernels a spill.
-    prefetch = items <= 8 * 64 and not target.wide_loads
-    plans = {4: ((2, 2), (2, 1), (1, 2), (1, 1)), 2: ((3, 2), (2, 3), (2, 2), (1, 2), (1, 1)),
-             1: ((3, 4), (3, 3), (2, 6), (2, 4), (2, 2), (1, 2), (1, 1))}[problem.state_dtype.itemsize]
+    prefetch = items <= (256 if width == 4 else 768) and not target.wide_loads
+    plans = {4: [(2, 2), (2, 1), (1, 2), (1, 1)], 2: [(3, 2), (2, 3), (2, 2), (1, 2), (1, 1)],
+             1: [(3, 4), (3, 3), (2, 6), (2, 4), (2, 2), (1, 2), (1, 1)]}[width]
+    if prefetch and width > 1 and 64 < items <= 512:
+        plans.insert(0, (1, 4) if width == 4 else (2, 2))
     return [Mamba2Config("bulk", tile_p, 2 * tile_p, min_ctas=ctas, stages=stages,
                          evict_first=items <= 128 * 64, pdl=True, prefetch=prefetch) for ctas, stages in plans]
 

@@ -36,6 +36,7 @@ TARGETS = {t.name: t for t in (
 
 SMEM_PER_CTA = 227 * 1024
 REGISTERS_PER_SM = 64 * 1024
+SORTED_ROWS = 512        # batch rows whose order (``order``) fits a kernel's shared memory; larger batches keep theirs
 
 
 def for_capability(capability: tuple[int, int]) -> Target | None:

@@ -20,13 +20,13 @@ ORDER = (*ARGUMENTS, "rand_seed")
 
 
 def exact_fold(state: torch.dtype, headdim: int = 64, dstate: int = 128, nheads: int = 6, ngroups: int = 2,
-               scale: int = 0, act: torch.dtype = BF16) -> dict[str, Any]:
+               scale: int = 0, act: torch.dtype = BF16, batch: int = 5) -> dict[str, Any]:
     """A flush whose fp32 arithmetic is exact in any order: no decay, and few bits in every factor.
 
     ``scale`` moves the values by a power of two, to reach subnormal results of fp16.
     """
     gen = torch.Generator("cuda").manual_seed(0)
-    batch, slots, L = 5, 9, 16
+    slots, L = batch + 4, 16
 
     def integers(*shape: int) -> torch.Tensor:
         return torch.randint(-3, 4, shape, generator=gen, device="cuda").float()
@@ -43,8 +43,8 @@ def exact_fold(state: torch.dtype, headdim: int = 64, dstate: int = 128, nheads:
         "B": integers(batch, G, N).to(act), "C": integers(batch, G, N).to(act), "D": None, "dt_bias": None, "z": None,
         "x_cache": (integers(slots, H, L, P) * 2.0 ** (scale - 11)).to(act), "dt_cache": steps(slots, H, L),
         "B_cache": integers(slots, G, L, N).to(act),
-        "write_pos": torch.tensor([0, 3, 15, 8, 1], device="cuda", dtype=torch.int32),
-        "is_flush": torch.tensor([1, 1, 1, 0, 1], device="cuda", dtype=torch.int8),
+        "write_pos": torch.tensor([0, 3, 15, 8, 1], device="cuda", dtype=torch.int32).repeat(batch // 5),
+        "is_flush": torch.tensor([1, 1, 1, 0, 1], device="cuda", dtype=torch.int8).repeat(batch // 5),
         "state_batch_indices": torch.tensor([8, 3, 1, 5, 0], device="cuda", dtype=torch.int32), "null_block_id": 0,
         "out": torch.zeros(batch, H, P, device="cuda", dtype=act),
         "rand_seed": seed_state(2 ** 63 + 12345, "cuda", step=2 ** 33 + 7, first_head=H, total_heads=4 * H)}
@@ -57,7 +57,7 @@ def cloned(args: dict[str, Any]) -> dict[str, Any]:
 
 def prepared(kind: str, args: dict[str, Any], rounds: int) -> functools.partial[object]:
     problem = mamba2_problem(*(args[k] for k in ORDER), dt_softplus=False, max_cache_len=16, philox_rounds=rounds)
-    return functools.partial(prepare(kind, problem, 5), *(args[k] for k in ORDER))
+    return functools.partial(prepare(kind, problem, len(args["write_pos"])), *(args[k] for k in ORDER))
 
 
 def launch(kind: str, args: dict[str, Any], rounds: int) -> None:
@@ -81,6 +81,21 @@ def test_the_same_bits_as_the_specification(kind: str, state: torch.dtype, round
     flushed = [8, 3, 1]
     assert not torch.equal(nearest["state"][flushed], want["state"][flushed]), "the case must need rounding"
     assert torch.equal(got["out"], nearest["out"]), "y comes from the unrounded state"
+
+
+@pytest.mark.parametrize("batch", [60, 300, 700])
+def test_every_row_of_large_batches(batch: int) -> None:
+    """Persistent CTAs sort the rows by their flags, up to a batch; every row must be served once."""
+    args, gen = exact_fold(F16, batch=batch), torch.Generator().manual_seed(batch)
+    slots = torch.randperm(batch, generator=gen) + 1
+    args["state_batch_indices"] = slots.where(torch.arange(batch) % 50 != 7, 0).to("cuda", torch.int32)
+    forced = (torch.rand(batch, generator=gen) < 0.2).cuda()
+    args["is_flush"] = (forced | (args["write_pos"] == 15)).to(torch.int8)
+    got, want = cloned(args), cloned(args)
+    replay_step(**want, dt_softplus=False, philox_rounds=5, dtype=torch.float64)
+    launch("bulk", got, 5)
+    for name in ("state", "x_cache", "dt_cache", "B_cache", "out", "rand_seed"):
+        assert torch.equal(bits(got[name]), bits(want[name])), name
 
 
 @pytest.mark.parametrize("kind", KINDS)

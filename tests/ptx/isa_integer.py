@@ -125,6 +125,18 @@ def shift(b: Builder, ins: Instruction) -> Run:
     return b.elementwise((kind, "u32"), kind, f)
 
 
+@translates("shf")
+def funnel_shift(b: Builder, ins: Instruction) -> Run:
+    """The upper half of (second, first) moved left, the amount modulo 32."""
+    if ins.modifiers != ("l", "wrap", "b32"):
+        raise ins.unknown()
+
+    def f(low: Array, high: Array, amount: Array) -> Array:
+        both = high.astype(np.uint64) << np.uint64(32) | low.astype(np.uint64)
+        return (both << (amount & 31).astype(np.uint64) >> np.uint64(32)).astype(np.uint32)
+    return b.elementwise(("b32", "b32", "u32"), "b32", f)
+
+
 @translates("brev")
 def brev(b: Builder, ins: Instruction) -> Run:
     """Bits in reverse order."""
