@@ -119,7 +119,8 @@ def test_rows_are_sorted_by_their_flags(ctas: int) -> None:
     """Every item is computed once, whichever rows flush: none, all, the first, the last, some."""
     for flushing in ((), range(40), (0, 1), (38, 39), (3, 17, 18, 30, 39)):
         cursors = [(15, True) if b in flushing else (b % 15, False) for b in range(40)]
-        check_step("bulk-f16-sr", "sm_90a", case_of("bulk-f16-sr", batch=40, padded=(7, 17), cursors=cursors), ctas=ctas)
+        case = case_of("bulk-f16-sr", batch=40, padded=(7, 17), cursors=cursors)
+        check_step("bulk-f16-sr", "sm_90a", case, ctas=ctas)
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -245,3 +245,10 @@ def test_list_counts_the_rows_of_the_very_heads(shipped: Path, capsys: pytest.Ca
     said = capsys.readouterr().out
     assert re.search(r"granite-4.0-h-tiny +48x64x128/1 +36 +fp32 missing, fp16 2, bf16 missing +missing", said)
     assert re.search(r"granite-4.0-h-small +128x64x128/1 +36 +missing +missing", said), "borrowed rows do not count"
+
+
+def test_list_counts_rings_in_the_dtype_of_the_state(capsys: pytest.CaptureFixture[str]) -> None:
+    """SGLang allocates the rings of decode so; the shipped rows of an fp32 state are of fp32 rings."""
+    tuned.clear_cache()
+    assert cli.main(["list", "--op", "gdn_decode", "--device", "NVIDIA_H200"]) == 0
+    assert re.search(r"qwen3-next-80b-a3b +32/16x128x128 +36 .*fp32 \d+, ", capsys.readouterr().out)

@@ -87,14 +87,23 @@ def step_name(geometry: Geometry, step: Step) -> str:
 def coverage(geometry: Geometry, step: Step, arch: Arch) -> str:
     """``fp32 10, fp16 10, bf16 missing``: rows of the very heads on the very device, by state dtype.
 
-    ``predicted`` where none was measured and there are rows of the speed model.
+    ``predicted`` where none was measured and there are rows of the speed model. Decode with rings in the state's dtype,
+    as SGLang allocates them, counts as well.
     """
     short = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-    found = {name: rows_of(Point(geometry, name, BUFFER_LEN, 1, **step), arch) for name in DTYPES}
+    found = {name: [row for variant in variants(step, name)
+                    for row in rows_of(Point(geometry, name, BUFFER_LEN, 1, **variant), arch)] for name in DTYPES}
     counts = {name: sum(row.measured for row in rows) for name, rows in found.items()}
     if not any(counts.values()):
         return "predicted" if any(row.provenance.predicted for rows in found.values() for row in rows) else "missing"
     return ", ".join(f"{short[name]} {number or 'missing'}" for name, number in counts.items())
+
+
+def variants(step: Step, state_dtype: str) -> list[Step]:
+    """The step, and what of Gated DeltaNet decode has rings in the state's dtype."""
+    if step.get("op") != "gdn_decode" or step["ring_dtype"] == state_dtype:
+        return [step]
+    return [step, {**step, "ring_dtype": state_dtype}]
 
 
 def rows_of(point: Point, arch: Arch) -> tuple[tuned.TunedRow, ...]:
