@@ -252,7 +252,10 @@ def test_list_has_the_models_of_an_operation(rows: Path, capsys: pytest.CaptureF
     assert "rows of Gated DeltaNet verify T=4 exact fold at L=16" in said
 
 
-def test_export_check_and_report_take_them(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_check_and_report_take_them(rows: Path, capsys: pytest.CaptureFixture[str],
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    (rows / "shipped").mkdir()
+    monkeypatch.setattr(tuned, "SHIPPED_FOLDER", rows / "shipped")       # whose provenance is another
     archive = ["--to", str(rows / "rows.zip")]
     assert cli.main(["export", str(rows), "--op", "gdn_decode", *archive]) == 2
     assert cli.main(["export", str(rows), "--op", "gdn_verify", *archive]) == 0

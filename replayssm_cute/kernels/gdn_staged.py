@@ -1,7 +1,8 @@
 """Gated DeltaNet step, staged design: persistent CTAs whose warps have roles.
 
 For larger batches, where bandwidth rules. Items (row, value head, tile of V) are dealt round robin, which spreads
-flushing rows over CTAs and over time; each passes through a ring of stages in shared memory.
+flushing rows over CTAs and over time, and evenly where rows fold exactly (``order.py``); each passes through a ring of
+stages in shared memory.
 
 * The producer (one warp, ``gdn_producer``) keeps everything that items read on its way: a tile's checkpoint is ONE bulk
   copy, the valid rows of a ring at most two, so that stale ring rows are never touched.

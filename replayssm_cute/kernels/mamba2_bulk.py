@@ -1,7 +1,8 @@
 """Mamba2 replay step, bulk design: persistent CTAs whose warps have three roles.
 
 For larger batches, where bandwidth rules. Items (row, head, tile) are dealt round robin, which
-spreads flushing rows over CTAs and over time; each passes through a ring of stages in shared memory.
+spreads flushing rows over CTAs and over time, and evenly where a flush draws random words
+(``order.py``); each passes through a ring of stages in shared memory.
 
 * The producer (one warp) reads what the items need to know of their rows, 32 items at once and a
   block ahead, so that no item waits for a global load, and issues the copies. A tile's state is ONE
@@ -217,6 +218,7 @@ class Mamba2BulkKernel(Order, Scorer, Consumer, CodedConsumer, ReplayTile):
     @cute.jit
     def produce(self, s, sources, mState, mScale, mX, mB, mC, mXc, mDtc, mBc, null_block_id, items, first, step,
                 count, item, facts, deal, lane):
+        """``item``, ``facts``: the lane's item of the first 32, and what it needs to know of it."""
         slots, cursors, own, costly = Int32(0), Int32(0), item, Int32(0)
         for k in cutlass.range(count, unroll=1):
             if k % 32 == 0:  # a new block: its facts have arrived, the next block's set out
