@@ -128,8 +128,7 @@ def ranked(problem: GdnProblem, batch: int, target: Target) -> list[GdnConfig]:
         plans = [(2, 64, 1, 3)]        # registers for four tiles of tokens
     elif p.exact_fold:
         few = 32 if wide else 0
-        plans = [(2, 64, 1, 4 if wide else 2)] if items <= (512 if wide else 128) else \
-            [(2, 64, 2, 2)] if wide or small else [(4, 128, 2, 2)]
+        plans = [_exact_plan(wide, items)]
     elif wide:
         plans = [(4 if p.tokens else 2, 64, 2, 2)]
     else:  # three CTAs would spill with random words, or with two tiles of tokens
@@ -138,3 +137,12 @@ def ranked(problem: GdnProblem, batch: int, target: Target) -> list[GdnConfig]:
     staged = [GdnConfig("staged", rows, tile_v, ctas, stages, evict_first=small and not p.exact_fold, pdl=True)
               for rows, tile_v, ctas, stages in plans]
     return register + staged if items <= few else staged + register
+
+
+def _exact_plan(wide: bool, items: int) -> tuple[int, int, int, int]:
+    """(rows, tile_v, CTAs, stages) of the staged design where ``items`` heads of a batch may fold exactly."""
+    if wide:
+        return (2, 64, 1, 4) if items <= 512 else (2, 64, 2, 2)
+    if items <= 128:
+        return (2, 64, 1, 2)
+    return (2, 64, 2, 2) if items <= 512 else (4, 128, 2, 2)

@@ -85,12 +85,14 @@ class Producer:
         ints[HEAD, stage], ints[TILE_V, stage] = h, tile
 
     @cute.jit
-    def produce(self, s, mState, mQ, mK, mV, mA, mB, mAlog, mBias, mDc, mKc, mGc, mRv, mRk, mBeta, rows, items, first,
-                step, count, own, block, deal, lane):
-        """``own``: the lane's item of the first 32. ``block``: its facts."""
+    def produce(self, s, mState, mQ, mK, mV, mA, mB, mAlog, mBias, mDc, mKc, mGc, mRv, mRk, mBeta, rows, first, step,
+                count, block, deal, lane):
+        """``block``: the facts of the lane's item of the first 32."""
         inputs = (mA, mB, mAlog, mBias, mGc, mBeta)
+        own = self.item(first, step, count, lane)
         ahead, later, costly = block, own, Int32(0)
-        facts, h, tile = self.facts_of(block, own, 0)
+        facts = [cute.arch.shuffle_sync(f, 0) for f in block]
+        h, tile = self.place(own, first, step, count, 0)
         raw = self.load_gates(*inputs, facts, h, lane)
         for k in cutlass.range(count, unroll=1):
             stage = k % self.stages
@@ -99,7 +101,7 @@ class Producer:
             cute.arch.sync_warp()
             self.copy_item(s, mState, mQ, mK, mV, mDc, mKc, mRv, mRk, facts, h, tile, stage, lane)
             if k % 32 == 0:
-                later = cutlass.min(first + (k + 32 + lane) * step, items - 1)
+                later = self.item(first, step, count, k + 32 + lane)
                 if const_expr(self.exact):
                     if k > 0:
                         later = self.moved(s, deal, costly, later)
@@ -116,19 +118,24 @@ class Producer:
                 if k + 1 == self.stages:  # the copies of the first items have set out
                     cute.arch.mbarrier_wait(s.flagged, 0)
                     costly = self.sort_rows(s, deal, lane)
-                    own = self.moved(s, deal, costly, cutlass.min(first + lane * step, items - 1))
-                    later = self.moved(s, deal, costly, cutlass.min(first + (32 + lane) * step, items - 1))
+                    own = self.moved(s, deal, costly, self.item(first, step, count, lane))
+                    later = self.moved(s, deal, costly, self.item(first, step, count, 32 + lane))
                     block = self.load_facts(*rows, own // self.row_items)
                     ahead = self.load_facts(*rows, later // self.row_items)
-            facts, h, tile = self.facts_of(block, own, (k + 1) % 32)
+            facts = [cute.arch.shuffle_sync(f, (k + 1) % 32) for f in block]
+            h, tile = self.place(own, first, step, count, k + 1)
             raw = self.load_gates(*inputs, facts, h, lane)
         if const_expr(self.config.pdl):  # all that is left is to drain
             cute.arch.griddepcontrol_launch_dependents()
 
-    def facts_of(self, block, items, n):
-        """(facts, head, tile) of the item of lane ``n``, in all lanes."""
-        item = cute.arch.shuffle_sync(items, n)
-        return [cute.arch.shuffle_sync(f, n) for f in block], item // self.tiles_v % self.HV, item % self.tiles_v
+    def item(self, first, step, count, k):
+        """The k-th item of this CTA, unsorted, or its last one."""
+        return first + cutlass.min(k, count - 1) * step
+
+    def place(self, own, first, step, count, k):
+        """(head, tile) of the k-th item of this CTA; sorted, it is ``own`` of lane k modulo 32."""
+        item = cute.arch.shuffle_sync(own, k % 32) if self.exact else self.item(first, step, count, k)
+        return item // self.tiles_v % self.HV, item % self.tiles_v
 
     def item_bytes(self, facts):
         """Bytes that the copies of an item bring."""

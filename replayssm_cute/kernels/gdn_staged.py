@@ -75,8 +75,7 @@ class GdnStagedKernel(Order, Producer, Window, Fold, GdnTile):
             cute.arch.griddepcontrol_wait()
         rows = (mStarts, mSlots, mKeys, mPos, mBase, mFlush, null_block_id)
         # Only the producer uses them, but loaded here they are on their way during the set-up.
-        item = cutlass.min(first + tid % 32 * step, items - 1)
-        facts = self.load_facts(*rows, item // self.row_items)
+        facts = self.load_facts(*rows, cutlass.min(first + tid % 32 * step, items - 1) // self.row_items)
         dice = self.throw_dice(mSeed)
         s = self.allocate()
         if tid == 0:
@@ -99,8 +98,8 @@ class GdnStagedKernel(Order, Producer, Window, Fold, GdnTile):
                 self.read_flags(s, mSlots, mKeys, mFlush, null_block_id, deal, tid)
             self.consume(s, mState, mOut, mDc, mKc, mGc, mRv, mRk, mBeta, dice, count, tid % 32, warp)
         elif warp == self.warps:
-            self.produce(s, mState, mQ, mK, mV, mA, mB, mAlog, mBias, mDc, mKc, mGc, mRv, mRk, mBeta, rows, items,
-                         first, step, count, item, facts, deal, tid % 32)
+            self.produce(s, mState, mQ, mK, mV, mA, mB, mAlog, mBias, mDc, mKc, mGc, mRv, mRk, mBeta, rows, first,
+                         step, count, facts, deal, tid % 32)
         elif const_expr(self.exact):
             self.prepare_folds(s, count, tid % 32)
 
