@@ -24,7 +24,7 @@ from replayssm_cute.types import SUPPORTED, Support
 HEAD_SIZE = 128          # K and V that the kernels take
 RECORDS = 32             # ring rows at most: a lane holds one
 FOLDED = 2               # state rows that a lane folds at a time in the exact fold
-REGISTER_ITEMS = 128     # heads of a batch up to which the register design is faster
+REGISTER_ITEMS = 128     # heads of a batch up to which the register design is faster, but for exact folds
 
 
 @dataclass(frozen=True)
