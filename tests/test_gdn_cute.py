@@ -86,10 +86,13 @@ def test_the_heuristic_covers_what_is_taken(target: Any) -> None:
                  for T, L in ((1, 8), (2, 16), (4, 16), (8, 32), (16, 32))
                  for exact in (True, False) for s in (F32, F16, BF16) for ring in (s, BF16)]
     for problem in problems:
+        few = 4
+        if problem.exact_fold and problem.tokens <= 8:
+            few = 1 if problem.state_dtype == F32 else 0
         for batch in (1, 2, 4, 16, 64, 512):
             config = heuristic(problem, batch, target)
             assert config is not None and validate(problem, config, target)
-            assert (config.design == "register") == (batch <= 4), (problem, batch)
+            assert (config.design == "register") == (batch <= few), (problem, batch)
             assert config.min_ctas * (smem_bytes(problem, config) + 1024) <= target.smem_per_sm
 
 

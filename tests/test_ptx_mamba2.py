@@ -183,9 +183,13 @@ def test_a_row_does_not_depend_on_its_batch(name: str) -> None:
 
 # ---- stochastic rounding ----------------------------------------------------------------------------
 
-def exact_case(name: str, **options: Any) -> Case:
-    """Flushes whose fp32 sums are exact in any order: no decay, few bits in every factor, more than are stored."""
-    case = case_of(name, **options, cursors=[(0, True), (3, True), (15, True), (8, False), (1, True)],
+def exact_case(name: str, times: int = 1, **options: Any) -> Case:
+    """Flushes whose fp32 sums are exact in any order: no decay, few bits in every factor, more than are stored.
+
+    Five rows, ``times`` over.
+    """
+    cursors = [(0, True), (3, True), (15, True), (8, False), (1, True)] * times
+    case = case_of(name, **options, batch=len(cursors), cursors=cursors,
                    dt_values=(24.0,), dt_ring=[0.25 * (1 + j % 3) for j in range(16)])
     gen = torch.Generator().manual_seed(4)
     case.buffers["A"].zero_()
