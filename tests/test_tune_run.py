@@ -27,7 +27,6 @@ NANO = ("--geometry", "64x64x128/8", "--state-dtype", "float16", "--jobs", "1")
 FILE = "op=mamba2_decode,headdim=64,dstate=128,state_dtype=float16,device_name=NVIDIA_H200.json"
 
 
-
 @pytest.fixture
 def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tune:
     return tuning(tmp_path, monkeypatch, capsys, *NANO)

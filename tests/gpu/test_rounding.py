@@ -23,7 +23,8 @@ def exact_fold(state: torch.dtype, headdim: int = 64, dstate: int = 128, nheads:
                scale: int = 0, act: torch.dtype = BF16, batch: int = 5) -> dict[str, Any]:
     """A flush whose fp32 arithmetic is exact in any order: no decay, and few bits in every factor.
 
-    ``scale`` moves the values by a power of two, to reach subnormal results of fp16.
+    ``scale`` moves the values by a power of two, to reach subnormal results of fp16. ``batch``: a multiple of five; the
+    slots are of the first five rows, larger batches name their own.
     """
     gen = torch.Generator("cuda").manual_seed(0)
     slots, L = batch + 4, 16

@@ -121,6 +121,11 @@ class Machine:
                     raise BarrierError(self._stuck())
         self.copies.check_finished()
 
+    def missed(self) -> list[str]:
+        """Where blocks begin that no thread has executed."""
+        return [block.steps[0].instruction.text for block in self.code.blocks
+                if block.steps and block.number not in self.executed]
+
     # ---- scheduling -------------------------------------------------------------------------------
 
     def _next(self) -> tuple[Block, NDArray[np.int64]] | None:
