@@ -176,7 +176,7 @@ class Consumer:
         """
         if not self.stochastic or early != self.hardware_rounding:
             return None
-        return dice.words(call + half * self.N + (c * (mma.K_BLOCK // mma.CHUNK) + q))    # N calls: eight rows of N / 8
+        return dice.words(call + half * self.N, c * (mma.K_BLOCK // mma.CHUNK) + q)    # N calls: eight rows of N / 8
 
     def scaled_x(self, s, stage, m, t, pos, lane, warp):
         """(s_j x_j)^T of a block of 16 entries for the warp's rows, in bf16 parts."""

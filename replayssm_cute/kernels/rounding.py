@@ -29,9 +29,16 @@ class Dice:
         head = slot * Int64(self.total) + Int64(self.first + head)
         return Uint64((head * self.headdim + row) * self.row_calls)
 
-    def words(self, call):
-        """The four words of a call."""
-        return philox4x32(call, self.step, self.seed, self.rounds)
+    def words(self, call, along=0):
+        """The four words of a call, ``along`` calls behind the given one in the same row.
+
+        The calls of a row share the upper half of their number where 2^32 is a multiple of them. Of a row's
+        products in the generator's first two rounds one of two is then the same.
+        """
+        if self.row_calls & (self.row_calls - 1):
+            call, along = call + Uint64(along), 0
+        low, high = Uint32(call) + Uint32(along), Uint32(call >> 32)
+        return philox4x32([low, high, Uint32(self.step), Uint32(self.step >> 32)], self.seed, self.rounds)
 
 
 def uniform(value):
@@ -40,9 +47,8 @@ def uniform(value):
     return Uint64(Uint32(low)) | Uint64(Uint32(high)) << 32
 
 
-def philox4x32(low, high, key, rounds):
-    """Four output words of the counter (low, high), 64 bits each, under a 64-bit key."""
-    c = [Uint32(low), Uint32(low >> 32), Uint32(high), Uint32(high >> 32)]
+def philox4x32(c, key, rounds):
+    """Four output words of a counter of four words, the lowest first, under a 64-bit key."""
     k = [Uint32(key), Uint32(key >> 32)]
     for _ in range(rounds):
         p0 = Uint64(c[0]) * Uint64(MULTIPLIERS[0])
@@ -72,39 +78,47 @@ def round_eight(values, words, dtype, hardware):
     packed = cute.recast_tensor(out, Uint32)
     for i in range(4):
         low, high = values[2 * i], values[2 * i + 1]
-        kind = "f16x2" if dtype is Float16 else "bf16x2"
         if hardware:
-            packed[i] = cute.arch.inline_ptx(
-                f"cvt.rs.satfinite.{kind}.f32 " "{$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32],
-                read_only_args=[high, low, words[i]])
-        elif dtype is Float16:
-            low, high = raised(low, words[i]), raised(high, words[i] >> 16)
-            packed[i] = cute.arch.inline_ptx("cvt.rz.satfinite.f16x2.f32 {$w0}, {$r0}, {$r1};",
-                                             write_only_types=[Uint32], read_only_args=[high, low])
+            kind = "f16x2" if dtype is Float16 else "bf16x2"
+            packed[i] = ptx(f"cvt.rs.satfinite.{kind}.f32", Uint32, high, low, words[i])
         else:
-            packed[i] = to_bf16(low, words[i]) >> 16 | to_bf16(high, words[i] >> 16) & Uint32(0xFFFF0000)
+            packed[i] = (pair_of_fp16 if dtype is Float16 else pair_of_bf16)(low, high, words[i])
     return out
 
 
-def raised(value, word):
-    """value moved away from zero by the low 13 bits of a word, in units that make fp16 keep the sum's top.
+def pair_of_fp16(low, high, word):
+    """Two values rounded to fp16, each with the low 13 bits of a half of ``word``: the lower half is ``low``'s.
 
-    The unit is the value's own last bit, which is 13 bits below fp16's, and 13 bits below fp16's
-    smallest number where the result is subnormal. Cutting the sum off at fp16's last bit is the rule.
+    Cut off, a value keeps the upper bits; where the 13 dropped bits and the random ones add up to a carry, the
+    pattern grows by one. Divided by 2^112 a value has fp16's exponents, its subnormal numbers among them, so the
+    dropped bits are its last 13 whatever the value.
     """
-    exponent = Int32(bits(value) & Uint32(0x7F800000))
-    unit = cute.arch.fmax(from_bits(exponent - Int32(23 << 23)), Float32(2.0 ** -37))
-    signed = from_bits(bits(unit) | bits(value) & Uint32(0x80000000))
-    random = from_bits(word & Uint32(0x1FFF) | Uint32(0x4B000000)) - Float32(2.0 ** 23)  # an integer as a float
-    return cute.arch.inline_ptx("fma.rz.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32],
-                                read_only_args=[random, signed, value])
+    kept = ptx("cvt.rz.satfinite.f16x2.f32", Uint32, high, low)
+    last = [bits(ptx("mul.rz.f32", Float32, value, Float32(2.0 ** -112))) for value in (low, high)]
+    total = (pack(*last, "lower") & Uint32(0x1FFF1FFF)) + (word & Uint32(0x1FFF1FFF))
+    return kept + ((total & Uint32(0x20002000) & below(kept, "f16x2", 0x7BFF)) >> 13)
 
 
-def to_bf16(value, word):
-    """value rounded to bf16 with the low 16 bits of a word, in the upper half of a register."""
-    raw = bits(value)
-    finite = cutlass.min((raw & Uint32(0x7FFFFFFF)) + (word & Uint32(0xFFFF)), Uint32(0x7F7FFFFF))
-    return Uint32(cutlass.select_(value != value, Uint32(0x7FFF0000), finite | raw & Uint32(0x80000000)))
+def pair_of_bf16(low, high, word):
+    """Two values rounded to bf16, each with the 16 bits of a half of ``word``; the lower half is ``low``'s."""
+    kept = ptx("cvt.rz.satfinite.bf16x2.f32", Uint32, high, low)
+    moved = pack(bits(low) + (word & Uint32(0xFFFF)), bits(high) + (word >> 16), "upper")
+    mask = below(kept, "bf16x2", 0x7F7F)
+    return (moved & mask) | (kept & ~mask)
+
+
+def below(pair, kind, largest):
+    """All bits of a half set where its magnitude is less than the largest one's pattern: it may still grow.
+
+    Not so where the value overflowed and where it is no number.
+    """
+    limit = ptx("mov.b32", Uint32, Uint32(largest << 16 | largest))  # the instruction takes no immediate
+    return ptx(f"set.lt.u32.{kind}", Uint32, ptx(f"abs.{kind}", Uint32, pair), limit)
+
+
+def pack(low, high, halves):
+    """The lower or upper halves of two words in one."""
+    return ptx("prmt.b32", Uint32, low, high, Uint32(0x5410 if halves == "lower" else 0x7632))
 
 
 @cute.jit
@@ -122,8 +136,15 @@ def advance(mSeed, ctas):
 
 
 def bits(value):
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[value])
+    return ptx("mov.b32", Uint32, value)
 
 
 def from_bits(raw):
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[raw])
+    return ptx("mov.b32", Float32, raw)
+
+
+def ptx(instruction, result, *operands):
+    """What an instruction of PTX makes of the operands."""
+    places = ", ".join(f"{{$r{i}}}" for i in range(len(operands)))
+    return cute.arch.inline_ptx(f"{instruction} {{$w0}}, {places};", write_only_types=[result],
+                                read_only_args=list(operands))

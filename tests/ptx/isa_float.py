@@ -47,6 +47,8 @@ def mul(b: Builder, ins: Instruction) -> Run:
     match _rounded(ins):
         case (("f32" | "f32x2") as kind,):
             return b.elementwise((kind, kind), kind, np.multiply)
+        case ("rz", "f32"):
+            return b.elementwise(("f32", "f32"), "f32", numerics.mul_toward_zero)
     raise ins.unknown()
 
 
@@ -100,6 +102,14 @@ def approximate(b: Builder, ins: Instruction) -> Run:
     return run
 
 
+@translates("set")
+def mask(b: Builder, ins: Instruction) -> Run:
+    match ins.modifiers:
+        case ("lt", "u32", ("f16x2" | "bf16x2") as kind):
+            return b.elementwise((kind, kind), "u32", lambda x, y: numerics.halves_below(WIDEN[kind[:-2]], x, y))
+    raise ins.unknown()
+
+
 def comparison(relation: str) -> Callable[[Array, Array], Array] | None:
     """A relation of ``setp.f32``; the ordered ones are false on NaN, those that end in u are true."""
     ordered: dict[str, Callable[[Array, Array], Array]] = {
@@ -131,6 +141,8 @@ def cvt(b: Builder, ins: Instruction) -> Run:
             return _packed(b, "bf16x2", numerics.to_bf16)
         case ("rz", "satfinite", "f16x2", "f32"):
             return _packed(b, "f16x2", numerics.to_f16_toward_zero)
+        case ("rz", "satfinite", "bf16x2", "f32"):
+            return _packed(b, "bf16x2", numerics.to_bf16_toward_zero)
         case ("rs", "satfinite", ("f16x2" | "bf16x2") as kind, "f32"):
             return _stochastic(b, kind)
         case ("rn", "f16x2", "e4m3x2"):

@@ -96,6 +96,8 @@ def negate(b: Builder, ins: Instruction) -> Run:
     match ins.modifiers:
         case (("s16" | "s32" | "s64" | "f32") as kind,):
             return b.elementwise((kind,), kind, f)
+        case (("f16x2" | "bf16x2") as kind,) if ins.name == "abs":
+            return b.elementwise((kind,), kind, lambda x: x & np.uint32(0x7FFF7FFF))
     raise ins.unknown()
 
 
@@ -154,19 +156,9 @@ def popc(b: Builder, ins: Instruction) -> Run:
 
 @translates("prmt")
 def prmt(b: Builder, ins: Instruction) -> Run:
-    """Four bytes out of the eight of two words; a selector's top bit takes the byte's sign instead."""
     if ins.modifiers != ("b32",):
         raise ins.unknown()
-
-    def f(low: Array, high: Array, selector: Array) -> Array:
-        pool, result = high.astype(np.uint64) << 32 | low, np.zeros(1, np.uint32)
-        for i in range(4):
-            pick = selector >> 4 * i & 15
-            byte = (pool >> (pick & 7).astype(np.uint64) * 8 & 255).astype(np.uint32)
-            byte = np.where(pick & 8, (byte >> 7) * 255, byte)
-            result = result | byte << 8 * i
-        return result.astype(np.uint32)
-    return b.elementwise(("b32",) * 3, "b32", f)
+    return b.elementwise(("b32",) * 3, "b32", numerics.permute)
 
 
 @translates("setp")

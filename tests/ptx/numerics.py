@@ -49,8 +49,17 @@ def fma(a: Array, b: Array, c: Array) -> Array:
 def fma_toward_zero(a: Array, b: Array, c: Array) -> Array:
     """``fma.rz.f32``."""
     s, error = _exact_fma(a, b, c)
-    s = _toward(s, np.False_, (error != 0) & np.isfinite(error) & ((error > 0) != (s > 0)))
-    tiny = np.trunc(s * 2.0 ** 149) * 2.0 ** -149
+    return _cut(_toward(s, np.False_, (error != 0) & np.isfinite(error) & ((error > 0) != (s > 0))))
+
+
+def mul_toward_zero(a: Array, b: Array) -> Array:
+    """``mul.rz.f32``."""
+    return _cut(a.astype(np.float64) * b)
+
+
+def _cut(s: Array) -> Array:
+    """float64 -> float32, toward zero; infinities and NaNs stay."""
+    tiny = np.copysign(np.trunc(s * 2.0 ** 149) * 2.0 ** -149, s)
     cut = np.where(np.abs(s) < _MIN_NORMAL, tiny, (s.view(np.int64) & ~_DROPPED).view(np.float64))
     largest = np.float64(np.finfo(np.float32).max)
     return np.where(np.isfinite(s), np.clip(cut, -largest, largest), s).astype(np.float32)
@@ -99,6 +108,11 @@ def to_f16_toward_zero(x: Array) -> Array:
     beyond = np.abs(nearest.astype(np.float32)) > np.abs(x)
     bits = nearest.view(np.uint16) - beyond.astype(np.uint16)
     return _finite(bits, x, 0x7BFF)
+
+
+def to_bf16_toward_zero(x: Array) -> Array:
+    """``cvt.rz.satfinite.bf16.f32``."""
+    return _finite((x.view(np.uint32) >> 16).astype(np.uint16), x, 0x7F7F)
 
 
 def to_f16_stochastic(x: Array, random: Array) -> Array:
@@ -167,6 +181,25 @@ def halves(f: Callable[[Array, Array], Array], x: Array, y: Array) -> Array:
     """A function of fp16 applied to both halves of packed words."""
     a, b = np.broadcast_arrays(x, y)
     return f(np.ascontiguousarray(a).view(np.float16), np.ascontiguousarray(b).view(np.float16)).view(np.uint32)
+
+
+def halves_below(widen: Callable[[Array], Array], x: Array, y: Array) -> Array:
+    """``set.lt.u32`` of packed words: all bits of a half where x's is less than y's."""
+    def half(shift: int) -> Array:
+        a, b = (widen((word >> shift & 0xFFFF).astype(np.uint16)) for word in (x, y))
+        return (a < b) * np.uint32(0xFFFF << shift)
+    return (half(0) | half(16)).astype(np.uint32)
+
+
+def permute(low: Array, high: Array, selector: Array) -> Array:
+    """``prmt.b32``: four bytes out of the eight of two words; a selector's top bit takes the byte's sign instead."""
+    pool, result = high.astype(np.uint64) << 32 | low, np.zeros(1, np.uint32)
+    for i in range(4):
+        pick = selector >> 4 * i & 15
+        byte = (pool >> (pick & 7).astype(np.uint64) * 8 & 255).astype(np.uint32)
+        byte = np.where(pick & 8, (byte >> 7) * 255, byte)
+        result = result | byte << 8 * i
+    return result.astype(np.uint32)
 
 
 def reverse_bits(x: Array) -> Array:
