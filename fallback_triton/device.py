@@ -9,8 +9,29 @@ into the layout in which it is used, with neither shared memory nor a barrier.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def wait_for_predecessor(PDL: tl.constexpr):
+    """Wait until the launch before has ended, where this one may begin earlier.
+
+    Where few programs are resident the next launch may begin at once; its programs would otherwise take the room of
+    some of this one's, which costs an H200 2 us at 1024 programs.
+    """
+    if PDL:
+        gdc_wait()
+        if tl.num_programs(0) <= 256:
+            gdc_launch_dependents()
+
+
+@triton.jit
+def let_successor_begin(PDL: tl.constexpr):
+    """Let the next launch begin when all programs have come here or ended."""
+    if PDL:
+        gdc_launch_dependents()
 
 
 @triton.jit

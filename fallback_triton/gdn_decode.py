@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fallback_triton.device import load_vector, row_dots, store_vector
+from fallback_triton.device import let_successor_begin, load_vector, row_dots, store_vector, wait_for_predecessor
 from fallback_triton.gdn_config import GdnTritonConfig
 from fallback_triton.gdn_device import (
     add_records,
@@ -25,7 +25,7 @@ from fallback_triton.gdn_device import (
     scaled,
     store_tile,
 )
-from fallback_triton.launch import compile_kernel, compile_options, kernel
+from fallback_triton.launch import PLAIN, Target, compile_kernel, compile_options, kernel
 from fallback_triton.mamba2_config import next_power_of_two
 from fallback_triton.rounding import count, load_dice, random_bits, round_stochastic
 from replayssm_cute.gdn_types import GdnProblem
@@ -70,6 +70,7 @@ def decode_kernel(
     HV: tl.constexpr, RATIO: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, SCALE: tl.constexpr,
     L2NORM: tl.constexpr, STATE_ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_L: tl.constexpr, STATE_K: tl.constexpr, RING_K: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One decode step; program = (batch row, value head, tile of V). Shapes as in ``replayssm_cute.gdn``.
 
@@ -77,6 +78,7 @@ def decode_kernel(
     """
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     program = tl.program_id(0)
+    wait_for_predecessor(PDL)
     if PHILOX_ROUNDS > 0:
         if program == 0:
             rows = (tl.num_programs(0) - 1) // (HV * TILES)
@@ -129,6 +131,7 @@ def decode_kernel(
     before_q = row_dots(S, q_state) * decay + tl.sum(held * (weight * row_dots(k_old, q_ring))[:, None], 0)
     d = beta * (v_now - before_k * (step * k_norm))
     o = before_q * (step * q_norm) + d * (dot(q_ring, k_ring) * q_norm * k_norm)
+    let_successor_begin(PDL)
     tl.store(out, o.to(out_ptr.dtype.element_ty), mask=inside)
     if flush:
         dice = ()
@@ -154,13 +157,15 @@ def decode_arguments(problem: GdnProblem) -> list[torch.dtype | int | None]:
             p.index_dtype, act, torch.int64 if p.philox_rounds else None, *[0] * integers]
 
 
-def decode_constants(problem: GdnProblem, config: GdnTritonConfig) -> dict[str, int | float | bool]:
+def decode_constants(problem: GdnProblem, config: GdnTritonConfig, target: Target = PLAIN,
+                     ) -> dict[str, int | float | bool]:
     """The kernel's compile-time constants, in the order of its signature."""
     g = problem.geometry
     return {"HV": g.num_v_heads, "RATIO": g.ratio, "K": g.head_k_dim, "V": g.head_v_dim, "L": problem.buffer_len,
             "SCALE": problem.scale, "L2NORM": problem.l2norm, "STATE_ALIGN": problem.state_align,
             "ROW_ALIGN": problem.row_align, "BLOCK_V": config.block_v, "BLOCK_L": next_power_of_two(problem.buffer_len),
-            "STATE_K": config.state_k, "RING_K": config.ring_k, "PHILOX_ROUNDS": problem.philox_rounds}
+            "STATE_K": config.state_k, "RING_K": config.ring_k, "PHILOX_ROUNDS": problem.philox_rounds,
+            "PDL": target.pdl}
 
 
 def compile_decode(problem: GdnProblem, config: GdnTritonConfig) -> Callable[..., Tensor]:
@@ -168,7 +173,8 @@ def compile_decode(problem: GdnProblem, config: GdnTritonConfig) -> Callable[...
 
     It serves every batch size, launches one kernel and does nothing else.
     """
-    launch = compile_kernel(decode_kernel, decode_arguments(problem), decode_constants(problem, config),
+    constants = decode_constants(problem, config, Target.of(decode_kernel))
+    launch = compile_kernel(decode_kernel, decode_arguments(problem), constants,
                             compile_options(config.num_warps, config.max_registers))
     programs, more = problem.geometry.num_v_heads * config.tiles(problem.geometry.head_v_dim), problem.philox_rounds > 0
 

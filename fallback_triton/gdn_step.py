@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fallback_triton.device import load_vector, row_dots
+from fallback_triton.device import load_vector, row_dots, wait_for_predecessor
 from fallback_triton.gdn_config import GdnTritonConfig, default_config
 from fallback_triton.gdn_device import (
     advance,
@@ -22,7 +22,7 @@ from fallback_triton.gdn_device import (
     store_tiles,
     widened,
 )
-from fallback_triton.launch import compile_kernel, compile_options, kernel, row_alignment
+from fallback_triton.launch import PLAIN, Target, compile_kernel, compile_options, kernel, row_alignment
 from replayssm_cute.gdn_types import GdnGeometry, GdnProblem
 
 
@@ -32,11 +32,12 @@ def step_kernel(
     state_slot: tl.int64, q_row: tl.int64, k_row: tl.int64, v_row: tl.int64, a_row: tl.int64, b_row: tl.int64,
     out_row: tl.int64,
     HV: tl.constexpr, RATIO: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SCALE: tl.constexpr, L2NORM: tl.constexpr,
-    STATE_ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_V: tl.constexpr, STATE_K: tl.constexpr,
+    STATE_ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_V: tl.constexpr, STATE_K: tl.constexpr, PDL: tl.constexpr,
 ):
     """One recurrent step; program = (batch row, value head, tile of V). Shapes as in ``recurrent_step``."""
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     program = tl.program_id(0)
+    wait_for_predecessor(PDL)
     row = (program // (HV * TILES)).to(tl.int64)
     head = program // TILES % HV
     v = program % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -64,18 +65,20 @@ def step_arguments(problem: GdnProblem) -> list[torch.dtype | int | None]:
     return [problem.state_dtype, act, act, act, *problem.gate_dtypes, problem.index_dtype, act, *[0] * 8]
 
 
-def step_constants(problem: GdnProblem, config: GdnTritonConfig) -> dict[str, int | float | bool]:
+def step_constants(problem: GdnProblem, config: GdnTritonConfig, target: Target = PLAIN,
+                   ) -> dict[str, int | float | bool]:
     """The kernel's compile-time constants, in the order of its signature."""
     g = problem.geometry
     return {"HV": g.num_v_heads, "RATIO": g.ratio, "K": g.head_k_dim, "V": g.head_v_dim, "SCALE": problem.scale,
             "L2NORM": problem.l2norm, "STATE_ALIGN": problem.state_align, "ROW_ALIGN": problem.row_align,
-            "BLOCK_V": config.block_v, "STATE_K": config.state_k}
+            "BLOCK_V": config.block_v, "STATE_K": config.state_k, "PDL": target.pdl}
 
 
 @lru_cache(maxsize=256)
 def compile_recurrent_step(problem: GdnProblem, config: GdnTritonConfig, device: torch.device) -> Callable[..., None]:
     """Compile for the current device, ``device``: ``launch(batch, *runtime arguments)``."""
-    launch = compile_kernel(step_kernel, step_arguments(problem), step_constants(problem, config),
+    constants = step_constants(problem, config, Target.of(step_kernel))
+    launch = compile_kernel(step_kernel, step_arguments(problem), constants,
                             compile_options(config.num_warps, config.max_registers))
     programs = problem.geometry.num_v_heads * config.tiles(problem.geometry.head_v_dim)
     return lambda batch, *values: launch(batch * programs, *values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -12,6 +13,31 @@ from torch import Tensor
 def interpreted(kernel: Any) -> bool:
     """Whether Triton was imported under TRITON_INTERPRET=1: the kernel then runs in Python, on the CPU."""
     return not isinstance(kernel, triton.JITFunction)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What kernels may use of a target.
+
+    Attributes:
+        ptx: instructions written in PTX.
+        pdl: programmatic dependent launch, from compute capability 9.0 on: a launch may begin while the one before
+            still runs, and waits for it itself (``device.wait_for_predecessor``).
+    """
+
+    ptx: bool = False
+    pdl: bool = False
+
+    @classmethod
+    def of(cls, kernel: Any) -> Target:
+        """That of the current device, for a kernel that is interpreted or not."""
+        if interpreted(kernel):
+            return cls()
+        target = triton.runtime.driver.active.get_current_target()
+        return cls(target.backend == "cuda", target.backend == "cuda" and target.arch >= 90)
+
+
+PLAIN = Target()
 
 
 def runtime_parameters(function: Any) -> list[str]:
@@ -38,7 +64,8 @@ def compile_kernel(kernel: Any, arguments: list[Any], constants: dict[str, Any],
 
     Args:
         arguments: for every run-time parameter a dtype for a tensor, an int, or None where absent.
-        constants: the values of all ``constexpr`` parameters, in the order of the signature.
+        constants: the values of all ``constexpr`` parameters, in the order of the signature; where ``PDL`` is among
+            them and true, the kernel is launched so.
         options: compiler options such as ``num_warps``.
 
     The compiled kernel is loaded onto the current device here and called directly afterwards:
@@ -49,6 +76,8 @@ def compile_kernel(kernel: Any, arguments: list[Any], constants: dict[str, Any],
             kernel[(programs,)](*values, **constants)
         return interpret
 
+    if constants.get("PDL"):
+        options = {**options, "launch_pdl": True}
     compiled = kernel.warmup(*arguments, grid=(1,), **constants, **options)
     compiled.run  # noqa: B018  loads the module; the first launch may be inside a graph capture
     tail = tuple(constants.values())

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fallback_triton.device import (
     LOG2E,
+    let_successor_begin,
     load_dt,
     load_rows,
     load_skip_and_gate,
@@ -34,16 +35,17 @@ from fallback_triton.device import (
     softplus,
     store_out,
     store_vector,
+    wait_for_predecessor,
 )
-from fallback_triton.launch import compile_kernel, compile_options, interpreted, kernel, stride
+from fallback_triton.launch import PLAIN, Target, compile_kernel, compile_options, kernel, stride
 from fallback_triton.mamba2_config import Mamba2TritonConfig, default_config, next_power_of_two
+from fallback_triton.order import batch_row, drawing_rows, rows_ahead, went_ahead
 from fallback_triton.rounding import (
     code_bits,
     count,
     decode,
     decode_rows,
     encode,
-    flushing_rows,
     load_dice,
     load_scale,
     magnitude_bits,
@@ -201,29 +203,34 @@ def replay_kernel(
     state_slot: tl.int64, x_row: tl.int64, dt_row: tl.int64, dt_head: tl.int64, A_head: tl.int64, B_row: tl.int64,
     C_row: tl.int64, D_head: tl.int64, dt_bias_head: tl.int64, z_row: tl.int64, x_cache_slot: tl.int64,
     dt_cache_slot: tl.int64, B_cache_slot: tl.int64, indices_row: tl.int64, out_row: tl.int64,
-    scale_slot: tl.int64,
+    scale_slot: tl.int64, rows: tl.int32,
     NHEADS: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr, NGROUPS: tl.constexpr,
     BUFFER_LEN: tl.constexpr, DT_SOFTPLUS: tl.constexpr, D_TIED: tl.constexpr, STATE_ALIGN: tl.constexpr,
     ROW_ALIGN: tl.constexpr, BLOCK_P: tl.constexpr, TAIL_P: tl.constexpr, BLOCK_L: tl.constexpr,
     STATE_N: tl.constexpr, RING_N: tl.constexpr, FOLD_N: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
-    CODES: tl.constexpr, PTX: tl.constexpr,
+    CODES: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):
     """One replay step; program = (batch row, head, tile of P), the tile fastest. Shapes as in ``replay_step``.
 
-    With random numbers one more program, the first, says how many programs will draw; see ``count``.
+    The grid is longer than the batch, of ``rows`` rows: flushing ones come first, see ``order``. With random
+    numbers one more program, the first, says how many programs will draw; see ``count``.
     """
     TILES: tl.constexpr = (HEADDIM + BLOCK_P + TAIL_P - 1) // (BLOCK_P + TAIL_P)
     program = tl.program_id(0)
+    wait_for_predecessor(PDL)
     if PHILOX_ROUNDS > 0:
         if program == 0:
-            rows = (tl.num_programs(0) - 1) // (NHEADS * TILES)
-            drawing = flushing_rows(is_flush_ptr, indices_ptr, indices_row, null_block_id, rows, 256)
+            drawing = drawing_rows(is_flush_ptr, indices_ptr, indices_row, null_block_id, rows)
             count(seed_ptr, -(drawing * (NHEADS * TILES)).to(tl.int64))
             return
         program -= 1
-    row = (program // (NHEADS * TILES)).to(tl.int64)
     head = program // TILES % NHEADS
     tile = program % TILES
+    place = program // (NHEADS * TILES)
+    ahead = (tl.num_programs(0) - (1 if PHILOX_ROUNDS > 0 else 0)) // (NHEADS * TILES) - rows
+    row = batch_row(place, ahead, is_flush_ptr, rows).to(tl.int64)
+    if row < 0:
+        return
     group = head // (NHEADS // NGROUPS)
     p = tile * (BLOCK_P + TAIL_P) + tl.arange(0, BLOCK_P)
 
@@ -249,6 +256,9 @@ def replay_kernel(
     tl.debug_barrier()
     if (slot == null_block_id) | (slot < 0):
         return
+    if (flush != 0) & (ahead > 0) & (place >= ahead):  # noqa: SIM102  the search is for programs that flush
+        if went_ahead(place - ahead, ahead, is_flush_ptr):
+            return
 
     # Second generation: the slot's. dt comes behind the barrier, for what needs it would be moved before it.
     state = tl.multiple_of(state_ptr + slot * state_slot, STATE_ALIGN) + head * (HEADDIM * DSTATE)
@@ -296,6 +306,7 @@ def replay_kernel(
             if head % (NHEADS // NGROUPS) == 0:
                 store_vector(B_ring + w * DSTATE, B_now, DSTATE, RING_N)
 
+    let_successor_begin(PDL)
     out_row_ptr = out_ptr + row * out_row + head * HEADDIM
     store_out(out_row_ptr, y, x_now, D, z, p, HEADDIM, D_ptr is not None, z_ptr is not None)
     if TAIL_P > 0:
@@ -308,9 +319,12 @@ def compile_replay_step(problem: Mamba2Problem, config: Mamba2TritonConfig) -> C
     It serves every batch size. It launches one kernel and does nothing else: what it needs of shapes,
     dtypes and alignment it takes from ``problem``, which the arguments must pose.
     """
-    launch = compile_kernel(replay_kernel, replay_arguments(problem), replay_constants(problem, config, _is_ptx()),
+    constants = replay_constants(problem, config, Target.of(replay_kernel))
+    launch = compile_kernel(replay_kernel, replay_arguments(problem), constants,
                             compile_options(config.num_warps, config.max_registers))
-    programs = problem.geometry.nheads * config.tiles(problem.geometry.headdim)
+    g = problem.geometry
+    programs = g.nheads * config.tiles(g.headdim)
+    state_bytes = g.nheads * g.headdim * g.dstate * problem.state_dtype.itemsize
     counting = 1 if problem.philox_rounds else 0
     as_integers = problem.state_dtype in LARGEST_CODE
 
@@ -319,24 +333,21 @@ def compile_replay_step(problem: Mamba2Problem, config: Mamba2TritonConfig) -> C
              write_pos: Tensor, is_flush: Tensor, state_batch_indices: Tensor, null_block_id: int,
              out: Tensor, rand_seed: Tensor | None = None, state_scale: Tensor | None = None) -> Tensor:
         pool = state.view(torch.int8) if as_integers else state
-        launch(x.shape[0] * programs + counting, pool, x, dt, A, B, C, D, dt_bias, z, x_cache, dt_cache, B_cache,
+        batch = x.shape[0]
+        grid = (batch + rows_ahead(batch, programs, state_bytes, problem.buffer_len)) * programs + counting
+        launch(grid, pool, x, dt, A, B, C, D, dt_bias, z, x_cache, dt_cache, B_cache,
                write_pos, is_flush, state_batch_indices, out, rand_seed, state_scale, null_block_id, state.stride(0),
                x.stride(0), dt.stride(0), dt.stride(1), A.stride(0), B.stride(0), C.stride(0), stride(D),
                stride(dt_bias), stride(z), x_cache.stride(0), dt_cache.stride(0), B_cache.stride(0),
-               state_batch_indices.stride(0), out.stride(0), stride(state_scale))
+               state_batch_indices.stride(0), out.stride(0), stride(state_scale), batch)
         return out
     return step
-
-
-def _is_ptx() -> bool:
-    """Whether kernels are compiled for NVIDIA's GPUs here."""
-    return not interpreted(replay_kernel) and triton.runtime.driver.active.get_current_target().backend == "cuda"
 
 
 def replay_arguments(problem: Mamba2Problem) -> list[torch.dtype | int | None]:
     """The kernel's run-time arguments as ``compile_kernel`` takes them: dtypes, integers, None where absent."""
     p, act, ring = problem, problem.act_dtype, problem.ring_dtype
-    integers = 17  # null_block_id and the strides
+    integers = 18  # null_block_id, the strides and the batch's rows
     eight_bit = p.state_dtype in LARGEST_CODE
     return [torch.int8 if eight_bit else p.state_dtype, act, p.dt_dtype, torch.float32, act, act, p.D_dtype,
             p.dt_bias_dtype, act if p.has_z else None, ring, torch.float32, ring, torch.int32, p.flush_dtype,
@@ -344,8 +355,9 @@ def replay_arguments(problem: Mamba2Problem) -> list[torch.dtype | int | None]:
             *[0] * integers]
 
 
-def replay_constants(problem: Mamba2Problem, config: Mamba2TritonConfig, ptx: bool) -> dict[str, int | bool | str]:
-    """The kernel's compile-time constants, in the order of its signature; ``ptx``: the target is NVIDIA's."""
+def replay_constants(problem: Mamba2Problem, config: Mamba2TritonConfig, target: Target = PLAIN,
+                     ) -> dict[str, int | bool | str]:
+    """The kernel's compile-time constants, in the order of its signature."""
     g = problem.geometry
     return {"NHEADS": g.nheads, "HEADDIM": g.headdim, "DSTATE": g.dstate, "NGROUPS": g.ngroups,
             "BUFFER_LEN": problem.buffer_len, "DT_SOFTPLUS": problem.dt_softplus, "D_TIED": problem.D_tied,
@@ -353,7 +365,8 @@ def replay_constants(problem: Mamba2Problem, config: Mamba2TritonConfig, ptx: bo
             "BLOCK_P": config.block_p, "TAIL_P": config.tail_p, "BLOCK_L": next_power_of_two(problem.buffer_len),
             "STATE_N": config.state_n, "RING_N": config.ring_n, "FOLD_N": config.fold_n,
             "PHILOX_ROUNDS": problem.philox_rounds,
-            "CODES": {torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}.get(problem.state_dtype, ""), "PTX": ptx}
+            "CODES": {torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}.get(problem.state_dtype, ""),
+            "PTX": target.ptx, "PDL": target.pdl}
 
 
 @lru_cache(maxsize=1024)

@@ -99,10 +99,11 @@ def default_config(problem: Mamba2Problem, warp_size: int = 32) -> Mamba2TritonC
       elements and 95 at 64, which keeps more bytes in flight.
     * At 64 fp32 elements a thread, 128 registers keep 128 KB of state in flight on a multiprocessor;
       the compiler would take up to 170. Compiled for sm_90 with 2-byte inputs and L = 16, this limit
-      spills nothing at N = 128 and 16 bytes at N = 256.
-    * Stochastic rounding of 128 elements a thread in two warps: with at most 168 registers six programs are
-      resident, as without it, and nothing spills; the compiler would take up to 211, for four. Measured on an
-      H200 from batch 64 on: a limit of 160 costs 0.4%, 152 2%; four warps 9 to 26%, fold_n = 16 12 to 18%.
+      spills 8 bytes at N = 128 and 16 at N = 256.
+    * A narrow state in two warps: with at most 168 registers six programs are resident and nothing spills;
+      the compiler would take up to 249, for four, which makes 96x80x128 15% slower from batch 64 on. Measured on an
+      H200 with stochastic rounding of 64x64x128: a limit of 160 costs 0.4%, 152 2%;
+      four warps 9 to 26%, fold_n = 16 12 to 18%.
     """
     g, fp32 = problem.geometry, problem.state_dtype.itemsize == 4
     light = problem.buffer_len <= 16 and problem.act_dtype.itemsize == problem.ring_dtype.itemsize == 2
@@ -111,8 +112,7 @@ def default_config(problem: Mamba2Problem, warp_size: int = 32) -> Mamba2TritonC
                    128 if light and nvidia and problem.state_dtype.itemsize == 2 else 64)
     if light and nvidia and fp32 and config.num_warps >= 4 and state_per_thread(g, config, warp_size) <= 64:
         return replace(config, max_registers=128)
-    full = config.num_warps == 2 and state_per_thread(g, config, warp_size) <= 128
-    if light and nvidia and problem.philox_rounds and full:
+    if light and nvidia and config.num_warps == 2 and not fp32:
         return replace(config, max_registers=168)
     return config
 

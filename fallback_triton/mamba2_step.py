@@ -21,8 +21,9 @@ from fallback_triton.device import (
     load_vector,
     softplus,
     store_out,
+    wait_for_predecessor,
 )
-from fallback_triton.launch import compile_kernel, compile_options, kernel, row_alignment, stride
+from fallback_triton.launch import PLAIN, Target, compile_kernel, compile_options, kernel, row_alignment, stride
 from fallback_triton.mamba2_config import Mamba2TritonConfig, default_step_config
 from replayssm_cute.types import Mamba2Geometry
 
@@ -50,11 +51,12 @@ def step_kernel(
     indices_row: tl.int64, out_row: tl.int64,
     NHEADS: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr, NGROUPS: tl.constexpr,
     DT_SOFTPLUS: tl.constexpr, D_TIED: tl.constexpr, STATE_ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
-    BLOCK_P: tl.constexpr, TAIL_P: tl.constexpr, STATE_N: tl.constexpr,
+    BLOCK_P: tl.constexpr, TAIL_P: tl.constexpr, STATE_N: tl.constexpr, PDL: tl.constexpr,
 ):
     """One recurrent step; program = (batch row, head, tile of P). Shapes as in ``recurrent_step``."""
     TILES: tl.constexpr = (HEADDIM + BLOCK_P + TAIL_P - 1) // (BLOCK_P + TAIL_P)
     program = tl.program_id(0)
+    wait_for_predecessor(PDL)
     row = (program // (NHEADS * TILES)).to(tl.int64)
     head = program // TILES % NHEADS
     group = head // (NHEADS // NGROUPS)
@@ -121,20 +123,21 @@ def step_arguments(problem: StepProblem) -> list[torch.dtype | int | None]:
             act if p.has_z else None, p.index_dtype, act, *[0] * integers]
 
 
-def step_constants(problem: StepProblem, config: Mamba2TritonConfig) -> dict[str, int | bool]:
+def step_constants(problem: StepProblem, config: Mamba2TritonConfig, target: Target = PLAIN) -> dict[str, int | bool]:
     """The kernel's compile-time constants, in the order of its signature."""
     g = problem.geometry
     return {"NHEADS": g.nheads, "HEADDIM": g.headdim, "DSTATE": g.dstate, "NGROUPS": g.ngroups,
             "DT_SOFTPLUS": problem.dt_softplus, "D_TIED": problem.D_tied, "STATE_ALIGN": problem.state_align,
             "ROW_ALIGN": problem.row_align, "BLOCK_P": config.block_p, "TAIL_P": config.tail_p,
-            "STATE_N": config.state_n}
+            "STATE_N": config.state_n, "PDL": target.pdl}
 
 
 @lru_cache(maxsize=1024)
 def compile_recurrent_step(problem: StepProblem, config: Mamba2TritonConfig,
                            device: torch.device) -> Callable[..., None]:
     """Compile for the current device, ``device``: ``launch(batch, *runtime arguments)``."""
-    launch = compile_kernel(step_kernel, step_arguments(problem), step_constants(problem, config),
+    constants = step_constants(problem, config, Target.of(step_kernel))
+    launch = compile_kernel(step_kernel, step_arguments(problem), constants,
                             compile_options(config.num_warps, config.max_registers))
     programs = problem.geometry.nheads * config.tiles(problem.geometry.headdim)
     return lambda batch, *values: launch(batch * programs, *values)

@@ -18,11 +18,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fallback_triton.launch import Target
+
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32), "sm_86": GPUTarget("cuda", 86, 32), "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32), "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64), "gfx950": GPUTarget("hip", "gfx950", 64),
 }
+FEATURES = {name: Target(target.backend == "cuda", target.backend == "cuda" and target.arch >= 90)
+            for name, target in TARGETS.items()}
 _NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32",
           torch.int64: "i64", torch.int8: "i8", torch.bool: "i1"}
 
@@ -58,7 +62,7 @@ def compile_for(target: str, kernel: Any, arguments: list[Any], constants: dict[
             signature[name] = "constexpr"
             values.setdefault(name, None)
         else:
-            signature[name] = "i64"
+            signature[name] = "i32" if name == "rows" else "i64"
     compiled = triton.compile(ASTSource(kernel, signature, values), target=TARGETS[target], options=options)
     count = _cuda_resources if "cubin" in compiled.asm else _hip_resources
     return Resources(target, *count(compiled.asm), compiled.metadata.shared,

@@ -37,20 +37,22 @@ def load_dice(seed_ptr, head, NHEADS: tl.constexpr):
 
 
 @triton.jit
-def philox(low, high, key, ROUNDS: tl.constexpr):
-    """The four words of Philox4x32 for 64-bit counters (low, high) under a 64-bit key.
+def philox(c0, c1, step, key, ROUNDS: tl.constexpr):
+    """The four words of Philox4x32 for counters (c0, c1, 64 bits of ``step``) under a 64-bit key.
 
-    A product of 64 bits is one instruction where Triton's own form, made of halves, takes two.
+    A product of 64 bits is one instruction where Triton's own form, made of halves, takes two. c1 may be a column:
+    half of the products of the first two rounds are then those of a row.
     """
-    c0, c1 = low.to(tl.uint32), (low >> 32).to(tl.uint32)
-    c2, c3 = high.to(tl.uint32), (high >> 32).to(tl.uint32)
+    shape: tl.constexpr = c0.shape
+    c2, c3 = step.to(tl.uint32), (step >> 32).to(tl.uint32)
     k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     for _ in tl.static_range(ROUNDS):
         p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
         c0, c1 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, p1.to(tl.uint32)
         c2, c3 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1, p0.to(tl.uint32)
         k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
-    return c0, c1, c2, c3
+    zero = tl.zeros(shape, tl.uint32)
+    return c0 + zero, c1 + zero, c2 + zero, c3 + zero
 
 
 @triton.jit
@@ -59,11 +61,17 @@ def random_words(dice, slot, p, n0, HEADDIM: tl.constexpr, DSTATE: tl.constexpr,
     """(ROWS, 4 COLUMNS / PER_CALL) random words for the rows p and columns n0.. of a head's state.
 
     One call of the generator serves PER_CALL neighbours of the pool, 8 of 16 bits or 16 of 8 bits, so it
-    runs on that part of the tile.
+    runs on that part of the tile. The calls of a row share the upper half of their number where 2^32 is a
+    multiple of them.
     """
-    first = (slot * dice[2] + dice[3]) * (HEADDIM * (DSTATE // PER_CALL)) + n0 // PER_CALL
-    call = first + (p[:, None] * (DSTATE // PER_CALL) + tl.arange(0, COLUMNS // PER_CALL)[None, :])
-    w0, w1, w2, w3 = philox(call, tl.zeros(call.shape, tl.int64) + dice[1], dice[0], ROUNDS)
+    CALLS: tl.constexpr = DSTATE // PER_CALL
+    row = ((slot * dice[2] + dice[3]) * HEADDIM + p[:, None]) * CALLS
+    along = n0 // PER_CALL + tl.arange(0, COLUMNS // PER_CALL)[None, :]
+    if CALLS & (CALLS - 1) == 0:
+        low, high = row.to(tl.uint32) + along.to(tl.uint32), (row >> 32).to(tl.uint32)
+    else:
+        low, high = (row + along).to(tl.uint32), ((row + along) >> 32).to(tl.uint32)
+    w0, w1, w2, w3 = philox(low, high, dice[1], dice[0], ROUNDS)
     return four_each(w0, w1, w2, w3)
 
 
@@ -113,38 +121,59 @@ def round_stochastic(value, bits, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def moved_up(value, word):
-    """fp32 ``value`` moved away from zero by the low 13 bits of a word: cut off to fp16, it is rounded with them.
-
-    As ``fp16_below``, but for subnormal results by an addition that cuts off, which PTX has: half the
-    instructions. Its factor, 2^112, brings the bits, read as fp32's least numbers, to units of 2^-37.
-    """
-    drawn = (word & 0x1FFF).to(tl.int32)
-    magnitude = tl.minimum(tl.abs(value), 65504.0, propagate_nan=tl.PropagateNan.ALL)
-    normal = (magnitude.to(tl.int32, bitcast=True) + drawn).to(tl.float32, bitcast=True)
-    subnormal = tl.inline_asm_elementwise("fma.rz.f32 $0, $1, 0f77800000, $2;", "=r,r,r",
-                                          [drawn.to(tl.float32, bitcast=True), magnitude], dtype=tl.float32,
-                                          is_pure=True, pack=1)
-    up = tl.maximum(normal, subnormal, propagate_nan=tl.PropagateNan.ALL).to(tl.int32, bitcast=True)
-    return (up | (value.to(tl.int32, bitcast=True) & -0x80000000)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def round_pairs(value, words, DTYPE: tl.constexpr, PTX: tl.constexpr):
     """``round_stochastic`` of (ROWS, 2 C) fp32 with (ROWS, C) random words, in half the instructions.
 
     Returns (ROWS, C) integers, each two results, the first in its low half, as both lie in memory.
     """
     first, second = tl.split(tl.reshape(value, (words.shape[0], words.shape[1], 2)))
-    if DTYPE == tl.bfloat16:  # noqa: SIM300  a constant only by its spelling
+    if PTX:
+        pairs = fp16_pair(first, second, words) if DTYPE == tl.float16 else bf16_pair(first, second, words)  # noqa: SIM300
+    elif DTYPE == tl.bfloat16:  # noqa: SIM300  a constant only by its spelling
         pairs = ((bf16_above(first, words) >> 16) & 0xFFFF) | (bf16_above(second, words >> 16) & -65536)
-    elif PTX:
-        pairs = tl.inline_asm_elementwise("cvt.rz.f16x2.f32 $0, $1, $2;", "=r,r,r",
-                                          [moved_up(second, words >> 16), moved_up(first, words)], dtype=tl.int32,
-                                          is_pure=True, pack=1)
     else:
         pairs = fp16_below(first, words) | (fp16_below(second, words >> 16) << 16)
     return pairs
+
+
+@triton.jit
+def fp16_pair(first, second, word):
+    """Two fp32 as fp16 in one integer, the second in its upper half, each with the low 13 bits of a half of ``word``.
+
+    Cut off, a value keeps the upper bits; where the 13 dropped bits and the random ones add up to a carry, the
+    pattern grows by one, unless it is the largest one or no number. Divided by 2^112 a value has fp16's exponents,
+    its subnormal numbers among them, so the dropped bits are its last 13 whatever the value.
+    """
+    kept = _instruction("cvt.rz.satfinite.f16x2.f32 $0, $1, $2;", [second, first])
+    low = _instruction("mul.rz.f32 $0, $1, 0f07800000;", [first])
+    high = _instruction("mul.rz.f32 $0, $1, 0f07800000;", [second])
+    last = _instruction("prmt.b32 $0, $1, $2, 0x5410;", [low, high])
+    total = (last & 0x1FFF1FFF) + (word & 0x1FFF1FFF).to(tl.int32)
+    return kept + ((total & 0x20002000 & _growing(kept, 0x0401)) >> 13)
+
+
+@triton.jit
+def bf16_pair(first, second, word):
+    """Two fp32 as bf16 in one integer, the second in its upper half, each with the 16 bits of a half of ``word``."""
+    kept = _instruction("cvt.rz.satfinite.bf16x2.f32 $0, $1, $2;", [second, first])
+    low = first.to(tl.int32, bitcast=True) + (word & 0xFFFF).to(tl.int32)
+    high = second.to(tl.int32, bitcast=True) + (word >> 16 & 0xFFFF).to(tl.int32)
+    moved = _instruction("prmt.b32 $0, $1, $2, 0x7632;", [low, high])
+    mask = _growing(kept, 0x0081)
+    return (moved & mask) | (kept & ~mask)
+
+
+@triton.jit
+def _growing(pair, BEYOND: tl.constexpr):
+    """All bits of a half set where its pattern is below the largest number's, which ``BEYOND`` lifts to the sign."""
+    above = (pair & 0x7FFF7FFF) + (BEYOND << 16 | BEYOND)
+    return ~_instruction("prmt.b32 $0, $1, $1, 0xBB99;", [above])  # the sign of each half, everywhere in it
+
+
+@triton.jit
+def _instruction(ASM: tl.constexpr, operands):
+    """The integers that an instruction of PTX makes of 32-bit operands."""
+    return tl.inline_asm_elementwise(ASM, "=r" + ",r" * len(operands), operands, dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -216,18 +245,6 @@ def encode(value, reciprocal, finite, bits, CODES: tl.constexpr, STOCHASTIC: tl.
     else:
         code = tl.where(raw < 0, -code, code)
     return tl.where(finite[:, None], code, 0).to(tl.int8)
-
-
-@triton.jit
-def flushing_rows(is_flush_ptr, indices_ptr, indices_row, null_block_id, rows, BLOCK: tl.constexpr):
-    """How many of the batch's rows flush; padded ones do not."""
-    found = tl.zeros((BLOCK,), tl.int32)
-    for start in tl.range(0, rows, BLOCK, num_stages=1):
-        row = start + tl.arange(0, BLOCK)
-        slot = tl.load(indices_ptr + row * indices_row, mask=row < rows, other=-1).to(tl.int64)
-        flush = tl.load(is_flush_ptr + row, mask=row < rows, other=0)
-        found += tl.where((slot >= 0) & (slot != null_block_id) & (flush != 0), 1, 0)
-    return tl.sum(found)
 
 
 @triton.jit

@@ -41,7 +41,7 @@ class FakeLauncher:
         for kind, value in zip(self.types, args, strict=True):
             if kind.startswith("*"):
                 assert isinstance(value, torch.Tensor), (kind, value)
-            elif kind == "i64":
+            elif kind in ("i32", "i64"):
                 assert type(value) is int, (kind, value)
             else:
                 assert kind == "constexpr", kind

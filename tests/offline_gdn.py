@@ -15,7 +15,7 @@ import torch
 from fallback_triton import gdn_decode, gdn_fold, gdn_step, gdn_verify
 from fallback_triton.gdn_config import default_config
 from fallback_triton.launch import compile_options
-from fallback_triton.offline import TARGETS, Resources, compile_for
+from fallback_triton.offline import FEATURES, TARGETS, Resources, compile_for
 from replayssm_cute.gdn_types import GdnFoldProblem, GdnGeometry, GdnProblem
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -71,10 +71,10 @@ def compile_problem(target: str, problem: GdnProblem | GdnFoldProblem) -> dict[s
         return {"verify": resources(gdn_verify.verify_kernel, gdn_verify.verify_arguments(problem),
                                     gdn_verify.verify_constants(problem, config))}
     found = {"decode": resources(gdn_decode.decode_kernel, gdn_decode.decode_arguments(problem),
-                                 gdn_decode.decode_constants(problem, config))}
+                                 gdn_decode.decode_constants(problem, config, FEATURES[target]))}
     if target == "sm_90":
         found["step"] = resources(gdn_step.step_kernel, gdn_step.step_arguments(problem),
-                                  gdn_step.step_constants(problem, config))
+                                  gdn_step.step_constants(problem, config, FEATURES[target]))
     return found
 
 

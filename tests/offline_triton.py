@@ -16,7 +16,7 @@ import torch
 from fallback_triton import mamba2, mamba2_step
 from fallback_triton.launch import compile_options
 from fallback_triton.mamba2_config import Mamba2TritonConfig, default_config, default_step_config
-from fallback_triton.offline import TARGETS, Resources, compile_for
+from fallback_triton.offline import FEATURES, TARGETS, Resources, compile_for
 from replayssm_cute.types import Mamba2Geometry, Mamba2Problem
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -55,7 +55,7 @@ def problems(target: str) -> list[tuple[str, Mamba2Problem]]:
 
 def compile_replay(target: str, problem: Mamba2Problem, config: Mamba2TritonConfig) -> Resources:
     return compile_for(target, mamba2.replay_kernel, mamba2.replay_arguments(problem),
-                       mamba2.replay_constants(problem, config, ptx=target.startswith("sm_")),
+                       mamba2.replay_constants(problem, config, FEATURES[target]),
                        compile_options(config.num_warps, config.max_registers))
 
 
@@ -64,7 +64,7 @@ def compile_step(target: str, problem: Mamba2Problem, config: Mamba2TritonConfig
     step = mamba2_step.StepProblem(p.geometry, p.state_dtype, p.act_dtype, p.dt_dtype, p.index_dtype, p.dt_bias_dtype,
                                    p.D_dtype, p.D_tied, p.has_z, p.dt_softplus, p.state_align, p.row_align)
     return compile_for(target, mamba2_step.step_kernel, mamba2_step.step_arguments(step),
-                       mamba2_step.step_constants(step, config),
+                       mamba2_step.step_constants(step, config, FEATURES[target]),
                        compile_options(config.num_warps, config.max_registers))
 
 

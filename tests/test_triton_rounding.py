@@ -18,6 +18,7 @@ from replayssm_cute.rounding import random_bits, round_stochastic, seed_state
 from replayssm_cute.validate import mamba2_problem
 from tests.cases import Case, bits, make_case
 from tests.interpreter import interpreted_import
+from tests.ptx import numerics
 
 mamba2 = interpreted_import("fallback_triton.mamba2")
 kernels = interpreted_import("fallback_triton.rounding")
@@ -30,24 +31,29 @@ SEED = 0x123456789ABCDEF
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The interpreter asks for the variable again while it runs."""
+    """The interpreter asks for the variable again while it runs; flushing rows go ahead of any batch."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("fallback_triton.order.AT_ONCE", 0)
     yield
 
 
 def emulate(asm: str, constraints: str, values: list[Any], types: list[Any], pure: bool, pack: int) -> Any:
-    """The two instructions that the kernels write in PTX, on the interpreter's arrays."""
+    """The instructions that the kernels write in PTX, on the interpreter's arrays."""
+    name, _, places = asm.rstrip(";").partition(" ")
     data = [v.data for v in values]
-    if asm.startswith("fma.rz.f32 $0, $1, 0f77800000, $2"):
-        exact = data[0].astype(np.float64) * 2.0 ** 112 + data[1]  # of the values of this file
+    if name == "mul.rz.f32":
+        assert places == "$0, $1, 0f07800000"
+        exact = data[0].astype(np.float64) * 2.0 ** -112
         out = exact.astype(np.float32)
-        out = np.where(out > exact, np.nextafter(out, np.float32(0)), out)
+        out = np.where(np.abs(out) > np.abs(exact), np.nextafter(out, np.float32(0)), out).view(np.int32)
+    elif name == "prmt.b32":
+        first, second, selector = places.split(", ")[1:]
+        low, high = (data[int(place[1:]) - 1].astype(np.uint32) for place in (first, second))
+        out = numerics.permute(low, high, np.uint32(int(selector, 16))).view(np.int32)
     else:
-        assert asm.startswith("cvt.rz.f16x2.f32 $0, $1, $2")
-        halves = [np.clip(v, -65504, 65504).astype(np.float16) for v in data]  # cut off, they do not overflow
-        halves = [np.where(np.abs(h.astype(np.float32)) > np.abs(v), np.nextafter(h, np.float16(0)), h)
-                  for h, v in zip(halves, data, strict=True)]
-        high, low = (np.where(np.isnan(h), 0x7FFF, h.view(np.uint16)).astype(np.uint32) for h in halves)
+        assert places == "$0, $1, $2" and name.startswith("cvt.rz.satfinite")
+        narrow = {"f16x2": numerics.to_f16_toward_zero, "bf16x2": numerics.to_bf16_toward_zero}[name.split(".")[3]]
+        high, low = (narrow(v).astype(np.uint32) for v in data)
         out = (high << 16 | low).view(np.int32)
     handle = type(values[0])(out, types[0].scalar)
     return SimpleNamespace(get_result=lambda i: handle)
@@ -66,7 +72,7 @@ def values(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return value, drawn
 
 
-@pytest.mark.parametrize(("dtype", "ptx"), [(F16, False), (F16, True), (BF16, False)])
+@pytest.mark.parametrize(("dtype", "ptx"), [(F16, False), (F16, True), (BF16, False), (BF16, True)])
 def test_rule_in_pairs(dtype: torch.dtype, ptx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     @triton.jit
     def kernel(value, words, out, DTYPE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -132,20 +138,6 @@ def test_the_last_to_come_moves_the_step_on(place: int) -> None:
     numbers[place] = -3
     kernel[(4,)](seed, numbers, steps)
     assert steps.tolist() == [9, 9, 9, 10] and seed.tolist()[1:3] == [10, 0]
-
-
-@pytest.mark.parametrize("rows", [1, 31, 32, 100])
-def test_flushing_rows_are_counted(rows: int) -> None:
-    @triton.jit
-    def kernel(flush, indices, stride, null, rows, out):  # type: ignore[no-untyped-def]
-        tl.store(out, kernels.flushing_rows(flush, indices, stride, null, rows, 32))
-
-    gen, out = torch.Generator().manual_seed(rows), torch.empty(1, dtype=torch.int32)
-    flush = torch.randint(0, 2, (rows + 5,), generator=gen).bool()
-    indices = torch.randint(-1, 3, (rows + 5, 3), generator=gen, dtype=torch.int64)
-    kernel[(1,)](flush, indices, 3, 2, rows, out)
-    live = (indices[:rows, 0] >= 0) & (indices[:rows, 0] != 2)
-    assert int(out) == int((flush[:rows] & live).sum())
 
 
 def exact_case(**options: Any) -> Case:

@@ -70,31 +70,32 @@ def _cute(problem: Mamba2Problem | GdnProblem, config: dict[str, Any], arch: Arc
 
 def _triton(problem: Mamba2Problem | GdnProblem, config: dict[str, Any], arch: Arch) -> Resources:
     from fallback_triton.launch import compile_options
-    from fallback_triton.offline import TARGETS, compile_for
+    from fallback_triton.offline import FEATURES, TARGETS, compile_for
 
     name = "sm_{}{}".format(*arch.capability)
     if name not in TARGETS:
         raise UnsupportedError("triton", f"{arch} is none of the offline targets {', '.join(TARGETS)}")
-    found = compile_for(name, *_triton_kernel(problem, config), compile_options(config["num_warps"],
+    found = compile_for(name, *_triton_kernel(problem, config, FEATURES[name]), compile_options(config["num_warps"],
                                                                                 config["max_registers"]))
     return Resources(found.registers, found.spilled, found.shared, config["num_warps"] * TARGETS[name].warp_size)
 
 
-def _triton_kernel(problem: Mamba2Problem | GdnProblem,
-                   config: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any]]:
+def _triton_kernel(problem: Mamba2Problem | GdnProblem, config: dict[str, Any],
+                   target: Any) -> tuple[Any, list[Any], dict[str, Any]]:
     """The kernel with its run-time arguments and its constants."""
     from fallback_triton import gdn_decode, gdn_verify, mamba2
     from fallback_triton.gdn_config import GdnTritonConfig
     from fallback_triton.mamba2_config import Mamba2TritonConfig
 
     if not isinstance(problem, GdnProblem):
-        constants = mamba2.replay_constants(problem, Mamba2TritonConfig.from_dict(config), ptx=True)
+        constants = mamba2.replay_constants(problem, Mamba2TritonConfig.from_dict(config), target)
         return mamba2.replay_kernel, mamba2.replay_arguments(problem), constants
     chosen = GdnTritonConfig.from_dict(config)
     if problem.tokens:
         return (gdn_verify.verify_kernel, gdn_verify.verify_arguments(problem),
                 gdn_verify.verify_constants(problem, chosen))
-    return gdn_decode.decode_kernel, gdn_decode.decode_arguments(problem), gdn_decode.decode_constants(problem, chosen)
+    return (gdn_decode.decode_kernel, gdn_decode.decode_arguments(problem),
+            gdn_decode.decode_constants(problem, chosen, target))
 
 
 def cuobjdump(cubin: Path, option: str) -> str:
