@@ -31,7 +31,7 @@ def chosen(args: argparse.Namespace, versions: dict[str, str | None]) -> list[Op
     found = []
     for name in args.op.split(","):
         op = OPERATIONS[name].served_by(args.backend.split(","))
-        present = tuple(kernel for kernel in op.kernels if versions[kernel.package] is not None)
+        present = tuple(kernel for kernel in op.kernels if versions.get(kernel.package) is not None)
         found.append(dataclasses.replace(op, kernels=present))
     return found
 
