@@ -94,7 +94,7 @@ def pair_of_fp16(low, high, word):
     dropped bits are its last 13 whatever the value.
     """
     kept = ptx("cvt.rz.satfinite.f16x2.f32", Uint32, high, low)
-    last = [bits(ptx("mul.rz.f32", Float32, value, Float32(2.0 ** -112))) for value in (low, high)]
+    last = [bits(ptx("mul.rz.f32", Float32, value, "0f07800000")) for value in (low, high)]
     total = (pack(*last, "lower") & Uint32(0x1FFF1FFF)) + (word & Uint32(0x1FFF1FFF))
     return kept + ((total & Uint32(0x20002000) & below(kept, "f16x2", 0x7BFF)) >> 13)
 
@@ -112,13 +112,13 @@ def below(pair, kind, largest):
 
     Not so where the value overflowed and where it is no number.
     """
-    limit = ptx("mov.b32", Uint32, Uint32(largest << 16 | largest))  # the instruction takes no immediate
+    limit = ptx("mov.b32", Uint32, f"{largest << 16 | largest:#x}")  # the comparison takes no constant
     return ptx(f"set.lt.u32.{kind}", Uint32, ptx(f"abs.{kind}", Uint32, pair), limit)
 
 
 def pack(low, high, halves):
     """The lower or upper halves of two words in one."""
-    return ptx("prmt.b32", Uint32, low, high, Uint32(0x5410 if halves == "lower" else 0x7632))
+    return ptx("prmt.b32", Uint32, low, high, "0x5410" if halves == "lower" else "0x7632")
 
 
 @cute.jit
@@ -144,7 +144,8 @@ def from_bits(raw):
 
 
 def ptx(instruction, result, *operands):
-    """What an instruction of PTX makes of the operands."""
-    places = ", ".join(f"{{$r{i}}}" for i in range(len(operands)))
-    return cute.arch.inline_ptx(f"{instruction} {{$w0}}, {places};", write_only_types=[result],
-                                read_only_args=list(operands))
+    """What an instruction of PTX makes of the operands, the last of which may be constants as PTX spells them."""
+    values = [operand for operand in operands if not isinstance(operand, str)]
+    places = [f"{{$r{i}}}" for i in range(len(values))] + list(operands[len(values):])
+    return cute.arch.inline_ptx(f"{instruction} {{$w0}}, {', '.join(places)};", write_only_types=[result],
+                                read_only_args=values)
