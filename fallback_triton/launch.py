@@ -1,4 +1,4 @@
-"""From a Triton kernel to a callable that only launches: what both Mamba2 kernels share on the host."""
+"""From a Triton kernel to a callable that only launches: what the kernels share on the host."""
 
 from __future__ import annotations
 
@@ -33,8 +33,13 @@ class Target:
         """That of the current device, for a kernel that is interpreted or not."""
         if interpreted(kernel):
             return cls()
-        target = triton.runtime.driver.active.get_current_target()
-        return cls(target.backend == "cuda", target.backend == "cuda" and target.arch >= 90)
+        return cls.at(triton.runtime.driver.active.get_current_target())
+
+    @classmethod
+    def at(cls, target: Any) -> Target:
+        """That of a ``GPUTarget``."""
+        nvidia = target.backend == "cuda"
+        return cls(nvidia, nvidia and target.arch >= 90)
 
 
 PLAIN = Target()

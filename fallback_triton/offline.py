@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -25,8 +26,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32), "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64), "gfx950": GPUTarget("hip", "gfx950", 64),
 }
-FEATURES = {name: Target(target.backend == "cuda", target.backend == "cuda" and target.arch >= 90)
-            for name, target in TARGETS.items()}
+FEATURES = {name: Target.at(target) for name, target in TARGETS.items()}
 _NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32",
           torch.int64: "i64", torch.int8: "i8", torch.bool: "i1"}
 
@@ -62,7 +62,7 @@ def compile_for(target: str, kernel: Any, arguments: list[Any], constants: dict[
             signature[name] = "constexpr"
             values.setdefault(name, None)
         else:
-            signature[name] = "i32" if name == "rows" else "i64"
+            signature[name] = "i32" if kernel.fn.__annotations__.get(name) is tl.int32 else "i64"
     compiled = triton.compile(ASTSource(kernel, signature, values), target=TARGETS[target], options=options)
     count = _cuda_resources if "cubin" in compiled.asm else _hip_resources
     return Resources(target, *count(compiled.asm), compiled.metadata.shared,
