@@ -40,6 +40,7 @@ class Resources:
         spilled: bytes of stack a thread (NVIDIA) or registers spilled (AMD); 0 where nothing spills.
         shared: bytes of shared memory a program.
         loads_128: global loads of 128 bits in the code: a coalesced kernel has one per 16 bytes of state.
+        waits: whether it waits for the launch before it ahead of every access of global memory.
     """
 
     target: str
@@ -47,6 +48,7 @@ class Resources:
     spilled: int
     shared: int
     loads_128: int
+    waits: bool
 
 
 def compile_for(target: str, kernel: Any, arguments: list[Any], constants: dict[str, Any],
@@ -65,9 +67,11 @@ def compile_for(target: str, kernel: Any, arguments: list[Any], constants: dict[
             signature[name] = "i32" if kernel.fn.__annotations__.get(name) is tl.int32 else "i64"
     compiled = triton.compile(ASTSource(kernel, signature, values), target=TARGETS[target], options=options)
     count = _cuda_resources if "cubin" in compiled.asm else _hip_resources
-    return Resources(target, *count(compiled.asm), compiled.metadata.shared,
-                     len(re.findall(r"ld\.global[.\w:]*\.v4\.b32|global_load_dwordx4|buffer_load_dwordx4",
-                                    compiled.asm["ptx" if "cubin" in compiled.asm else "amdgcn"])))
+    code = compiled.asm["ptx" if "cubin" in compiled.asm else "amdgcn"]
+    wide = re.findall(r"ld\.global[.\w:]*\.v4\.b32|global_load_dwordx4|buffer_load_dwordx4", code)
+    first = re.search(r"griddepcontrol\.wait|\b(?:ld|st|atom|red)\.global", code)
+    return Resources(target, *count(compiled.asm), compiled.metadata.shared, len(wide),
+                     first is not None and first[0] == "griddepcontrol.wait")
 
 
 def _cuda_resources(asm: Any) -> tuple[int, int]:

@@ -49,6 +49,15 @@ def test_compiles_without_spilling(target: str) -> None:
                 assert row[kernel]["shared"] <= 4096, "partial sums only, never a state"
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_dependent_launch_reads_nothing_before_it_waits(target: str) -> None:
+    """And only where the launch before can be waited for: from compute capability 9.0 on."""
+    for row in compiled(target):
+        for kernel in ("replay", "step"):
+            if kernel in row:
+                assert row[kernel]["waits"] == (target in ("sm_90", "sm_100", "sm_120")), row
+
+
 def test_the_state_is_read_in_16_byte_loads() -> None:
     """Alignment that the problem promises reaches the compiler, although nothing is specialised on strides."""
     for target in ("sm_90", "gfx942"):

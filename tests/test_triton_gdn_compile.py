@@ -21,6 +21,9 @@ def test_compiles_without_spilling(target: str) -> None:
         # Windows of 16 tokens beside a ring of 32 rows need all 255 registers and a few bytes of stack.
         assert row["spilled"] <= (32 if "T16" in row["label"] else 0), row
         assert row["shared"] <= 4096, "partial sums only, never a state"
+        # A dependent launch reads nothing before it waits.
+        dependent = row["kernel"] in ("decode", "step") and target in ("sm_90", "sm_100", "sm_120")
+        assert row["waits"] == dependent, row
 
 
 def test_the_state_is_read_once_in_16_byte_loads() -> None:
