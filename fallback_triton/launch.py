@@ -23,23 +23,27 @@ class Target:
         ptx: instructions written in PTX.
         pdl: programmatic dependent launch, from compute capability 9.0 on: a launch may begin while the one before
             still runs, and waits for it itself (``device.wait_for_predecessor``).
+        order: flushing rows may go first (``order``): where that was measured, which is on NVIDIA's GPUs with Triton
+            up to 3.6. Triton 3.9 takes 70 registers more for it, or spills up to 472 bytes a thread for sm_80.
     """
 
     ptx: bool = False
     pdl: bool = False
+    order: bool = False
 
     @classmethod
     def of(cls, kernel: Any) -> Target:
         """That of the current device, for a kernel that is interpreted or not."""
         if interpreted(kernel):
-            return cls()
+            return cls(order=True)
         return cls.at(triton.runtime.driver.active.get_current_target())
 
     @classmethod
     def at(cls, target: Any) -> Target:
         """That of a ``GPUTarget``."""
         nvidia = target.backend == "cuda"
-        return cls(nvidia, nvidia and target.arch >= 90)
+        measured = tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 6)
+        return cls(nvidia, nvidia and target.arch >= 90, nvidia and measured)
 
 
 PLAIN = Target()

@@ -208,12 +208,12 @@ def replay_kernel(
     BUFFER_LEN: tl.constexpr, DT_SOFTPLUS: tl.constexpr, D_TIED: tl.constexpr, STATE_ALIGN: tl.constexpr,
     ROW_ALIGN: tl.constexpr, BLOCK_P: tl.constexpr, TAIL_P: tl.constexpr, BLOCK_L: tl.constexpr,
     STATE_N: tl.constexpr, RING_N: tl.constexpr, FOLD_N: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
-    CODES: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    CODES: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr, ORDER: tl.constexpr,
 ):
     """One replay step; program = (batch row, head, tile of P), the tile fastest. Shapes as in ``replay_step``.
 
-    The grid is longer than the batch, of ``rows`` rows: flushing ones come first, see ``order``. With random
-    numbers one more program, the first, says how many programs will draw; see ``count``.
+    With ``ORDER`` the grid is longer than the batch, of ``rows`` rows: flushing ones come first, see ``order``. With
+    random numbers one more program, the first, says how many programs will draw; see ``count``.
     """
     TILES: tl.constexpr = (HEADDIM + BLOCK_P + TAIL_P - 1) // (BLOCK_P + TAIL_P)
     program = tl.program_id(0)
@@ -227,10 +227,12 @@ def replay_kernel(
     head = program // TILES % NHEADS
     tile = program % TILES
     place = program // (NHEADS * TILES)
-    ahead = (tl.num_programs(0) - (1 if PHILOX_ROUNDS > 0 else 0)) // (NHEADS * TILES) - rows
-    row = batch_row(place, ahead, is_flush_ptr, rows).to(tl.int64)
-    if row < 0:
-        return
+    row = place.to(tl.int64)
+    if ORDER:
+        ahead = (tl.num_programs(0) - (1 if PHILOX_ROUNDS > 0 else 0)) // (NHEADS * TILES) - rows
+        row = batch_row(place, ahead, is_flush_ptr, rows).to(tl.int64)
+        if row < 0:
+            return
     group = head // (NHEADS // NGROUPS)
     p = tile * (BLOCK_P + TAIL_P) + tl.arange(0, BLOCK_P)
 
@@ -256,9 +258,10 @@ def replay_kernel(
     tl.debug_barrier()
     if (slot == null_block_id) | (slot < 0):
         return
-    if (flush != 0) & (ahead > 0) & (place >= ahead):  # noqa: SIM102  the search is for programs that flush
-        if went_ahead(place - ahead, ahead, is_flush_ptr):
-            return
+    if ORDER:  # noqa: SIM102  a constant; and the search is for programs that flush
+        if (flush != 0) & (ahead > 0) & (place >= ahead):  # noqa: SIM102
+            if went_ahead(place - ahead, ahead, is_flush_ptr):
+                return
 
     # Second generation: the slot's. dt comes behind the barrier, for what needs it would be moved before it.
     state = tl.multiple_of(state_ptr + slot * state_slot, STATE_ALIGN) + head * (HEADDIM * DSTATE)
@@ -319,8 +322,8 @@ def compile_replay_step(problem: Mamba2Problem, config: Mamba2TritonConfig) -> C
     It serves every batch size. It launches one kernel and does nothing else: what it needs of shapes,
     dtypes and alignment it takes from ``problem``, which the arguments must pose.
     """
-    constants = replay_constants(problem, config, Target.of(replay_kernel))
-    launch = compile_kernel(replay_kernel, replay_arguments(problem), constants,
+    target = Target.of(replay_kernel)
+    launch = compile_kernel(replay_kernel, replay_arguments(problem), replay_constants(problem, config, target),
                             compile_options(config.num_warps, config.max_registers))
     g = problem.geometry
     programs = g.nheads * config.tiles(g.headdim)
@@ -334,7 +337,8 @@ def compile_replay_step(problem: Mamba2Problem, config: Mamba2TritonConfig) -> C
              out: Tensor, rand_seed: Tensor | None = None, state_scale: Tensor | None = None) -> Tensor:
         pool = state.view(torch.int8) if as_integers else state
         batch = x.shape[0]
-        grid = (batch + rows_ahead(batch, programs, state_bytes, problem.buffer_len)) * programs + counting
+        ahead = rows_ahead(batch, programs, state_bytes, problem.buffer_len) if target.order else 0
+        grid = (batch + ahead) * programs + counting
         launch(grid, pool, x, dt, A, B, C, D, dt_bias, z, x_cache, dt_cache, B_cache,
                write_pos, is_flush, state_batch_indices, out, rand_seed, state_scale, null_block_id, state.stride(0),
                x.stride(0), dt.stride(0), dt.stride(1), A.stride(0), B.stride(0), C.stride(0), stride(D),
@@ -366,7 +370,7 @@ def replay_constants(problem: Mamba2Problem, config: Mamba2TritonConfig, target:
             "STATE_N": config.state_n, "RING_N": config.ring_n, "FOLD_N": config.fold_n,
             "PHILOX_ROUNDS": problem.philox_rounds,
             "CODES": {torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}.get(problem.state_dtype, ""),
-            "PTX": target.ptx, "PDL": target.pdl}
+            "PTX": target.ptx, "PDL": target.pdl, "ORDER": target.order}
 
 
 @lru_cache(maxsize=1024)
