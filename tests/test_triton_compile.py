@@ -40,10 +40,10 @@ def test_compiles_without_spilling(target: str) -> None:
             if kernel in row:
                 # 16 bytes of stack: N = 256 in fp32, where the limit of 128 registers is worth it (default_config),
                 # and N = 128 in fp32, faster nonetheless since flushing rows go first (8 bytes from sm_90 on).
-                # 8 bytes: the limit of 168 registers, and a window that is rarely so short.
+                # L = 5: the limit of 168 registers, and a window that is rarely so short.
                 # Triton 3.9 alone: 24 bytes for sm_100, where CuTe serves, at the same limit; 16 with e4m3 for sm_90.
                 allowed = 16 if ("x256" in row["label"] or "L16 float32" in row["label"]) and kernel == "replay" else \
-                    8 if target == "sm_120" and "80x128 L5" in row["label"] else \
+                    16 if target in ("sm_86", "sm_120") and "80x128 L5" in row["label"] else \
                     24 if target == "sm_100" and "L16 float16" in row["label"] else \
                     16 if row["label"] == "80x128 e4m3 stochastic" else 0
                 assert row[kernel]["spilled"] <= allowed, row
