@@ -25,7 +25,7 @@ from fallback_triton.gdn_device import (
     scaled,
     store_tile,
 )
-from fallback_triton.launch import PLAIN, Target, compile_kernel, compile_options, kernel
+from fallback_triton.launch import Target, compile_kernel, compile_options, kernel
 from fallback_triton.mamba2_config import next_power_of_two
 from fallback_triton.rounding import count, load_dice, random_bits, round_stochastic
 from replayssm_cute.gdn_types import GdnProblem
@@ -157,8 +157,7 @@ def decode_arguments(problem: GdnProblem) -> list[torch.dtype | int | None]:
             p.index_dtype, act, torch.int64 if p.philox_rounds else None, *[0] * integers]
 
 
-def decode_constants(problem: GdnProblem, config: GdnTritonConfig, target: Target = PLAIN,
-                     ) -> dict[str, int | float | bool]:
+def decode_constants(problem: GdnProblem, config: GdnTritonConfig, target: Target) -> dict[str, int | float | bool]:
     """The kernel's compile-time constants, in the order of its signature."""
     g = problem.geometry
     return {"HV": g.num_v_heads, "RATIO": g.ratio, "K": g.head_k_dim, "V": g.head_v_dim, "L": problem.buffer_len,

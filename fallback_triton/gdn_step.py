@@ -22,7 +22,7 @@ from fallback_triton.gdn_device import (
     store_tiles,
     widened,
 )
-from fallback_triton.launch import PLAIN, Target, compile_kernel, compile_options, kernel, row_alignment
+from fallback_triton.launch import Target, compile_kernel, compile_options, kernel, row_alignment
 from replayssm_cute.gdn_types import GdnGeometry, GdnProblem
 
 
@@ -65,8 +65,7 @@ def step_arguments(problem: GdnProblem) -> list[torch.dtype | int | None]:
     return [problem.state_dtype, act, act, act, *problem.gate_dtypes, problem.index_dtype, act, *[0] * 8]
 
 
-def step_constants(problem: GdnProblem, config: GdnTritonConfig, target: Target = PLAIN,
-                   ) -> dict[str, int | float | bool]:
+def step_constants(problem: GdnProblem, config: GdnTritonConfig, target: Target) -> dict[str, int | float | bool]:
     """The kernel's compile-time constants, in the order of its signature."""
     g = problem.geometry
     return {"HV": g.num_v_heads, "RATIO": g.ratio, "K": g.head_k_dim, "V": g.head_v_dim, "SCALE": problem.scale,

@@ -46,9 +46,6 @@ class Target:
         return cls(nvidia, nvidia and target.arch >= 90, nvidia and measured)
 
 
-PLAIN = Target()
-
-
 def runtime_parameters(function: Any) -> list[str]:
     """Names of a kernel's parameters that are no compile-time constants."""
     notes = function.__annotations__

@@ -37,7 +37,7 @@ from fallback_triton.device import (
     store_vector,
     wait_for_predecessor,
 )
-from fallback_triton.launch import PLAIN, Target, compile_kernel, compile_options, kernel, stride
+from fallback_triton.launch import Target, compile_kernel, compile_options, kernel, stride
 from fallback_triton.mamba2_config import Mamba2TritonConfig, default_config, next_power_of_two
 from fallback_triton.order import batch_row, drawing_rows, rows_ahead, went_ahead
 from fallback_triton.rounding import (
@@ -359,8 +359,7 @@ def replay_arguments(problem: Mamba2Problem) -> list[torch.dtype | int | None]:
             *[0] * integers]
 
 
-def replay_constants(problem: Mamba2Problem, config: Mamba2TritonConfig, target: Target = PLAIN,
-                     ) -> dict[str, int | bool | str]:
+def replay_constants(problem: Mamba2Problem, config: Mamba2TritonConfig, target: Target) -> dict[str, int | bool | str]:
     """The kernel's compile-time constants, in the order of its signature."""
     g = problem.geometry
     return {"NHEADS": g.nheads, "HEADDIM": g.headdim, "DSTATE": g.dstate, "NGROUPS": g.ngroups,

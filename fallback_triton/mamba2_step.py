@@ -23,7 +23,7 @@ from fallback_triton.device import (
     store_out,
     wait_for_predecessor,
 )
-from fallback_triton.launch import PLAIN, Target, compile_kernel, compile_options, kernel, row_alignment, stride
+from fallback_triton.launch import Target, compile_kernel, compile_options, kernel, row_alignment, stride
 from fallback_triton.mamba2_config import Mamba2TritonConfig, default_step_config
 from replayssm_cute.types import Mamba2Geometry
 
@@ -123,7 +123,7 @@ def step_arguments(problem: StepProblem) -> list[torch.dtype | int | None]:
             act if p.has_z else None, p.index_dtype, act, *[0] * integers]
 
 
-def step_constants(problem: StepProblem, config: Mamba2TritonConfig, target: Target = PLAIN) -> dict[str, int | bool]:
+def step_constants(problem: StepProblem, config: Mamba2TritonConfig, target: Target) -> dict[str, int | bool]:
     """The kernel's compile-time constants, in the order of its signature."""
     g = problem.geometry
     return {"NHEADS": g.nheads, "HEADDIM": g.headdim, "DSTATE": g.dstate, "NGROUPS": g.ngroups,

@@ -43,9 +43,7 @@ def emulate(asm: str, constraints: str, values: list[Any], types: list[Any], pur
     data = [v.data for v in values]
     if name == "mul.rz.f32":
         assert places == "$0, $1, 0f07800000"
-        exact = data[0].astype(np.float64) * 2.0 ** -112
-        out = exact.astype(np.float32)
-        out = np.where(np.abs(out) > np.abs(exact), np.nextafter(out, np.float32(0)), out).view(np.int32)
+        out = numerics.mul_toward_zero(data[0], np.float32(2.0 ** -112)).view(np.int32)
     elif name == "prmt.b32":
         first, second, selector = places.split(", ")[1:]
         low, high = (data[int(place[1:]) - 1].astype(np.uint32) for place in (first, second))
